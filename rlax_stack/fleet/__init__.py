@@ -1,0 +1,1 @@
+"""Fleet: coordinator, ledger, parameter server and runtimes."""

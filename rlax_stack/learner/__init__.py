@@ -1,0 +1,1 @@
+"""Learner: packing, the train step, scoring, the optimizer, checkpoints and the loop."""

@@ -1,0 +1,1 @@
+"""One decoder family, its tokenizer, and import and export of weights."""

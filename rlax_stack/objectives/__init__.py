@@ -1,0 +1,1 @@
+"""Objectives: pure functions that a config composes into a loss."""

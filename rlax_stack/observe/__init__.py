@@ -1,0 +1,1 @@
+"""What a person sees: metrics, progress, rollout records and reports."""

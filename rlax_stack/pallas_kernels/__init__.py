@@ -1,0 +1,1 @@
+"""Kernels, each with its plain reference and one dispatch function."""

@@ -1,0 +1,1 @@
+"""Verifiers, reward chains and the pool of killable processes they run in."""

@@ -1,0 +1,1 @@
+"""Rollout: the engine, the sampler, the scheduler and the worker that leases groups."""

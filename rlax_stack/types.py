@@ -1,0 +1,160 @@
+"""The words of the project as frozen data: prompts, trajectories, groups, packed rows, sampling parameters.
+
+Only numpy here, no jax, so that reward processes and tools import it cheaply. Arrays are never mutated
+after construction. The suffix `_t` means one value per token; no suffix means one per sequence.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Source(enum.IntEnum):
+  """Who wrote a token (`source_t`)."""
+
+  PROMPT = 0  # the task
+  POLICY = 1  # sampled by us: the only tokens trained on by default
+  ENV = 2  # a tool, an observation, a user turn
+  GUIDE = 3  # a hint, a teacher, a replayed prefix
+
+
+class FinishReason(enum.StrEnum):
+  """Why a sample ended."""
+
+  STOP = 'stop'  # a stop token was sampled (it is part of the trajectory)
+  STOP_STRING = 'stop_string'  # a stop string was completed (its tokens are part of the trajectory)
+  LENGTH = 'length'  # max_tokens reached: truncated
+  ABORT = 'abort'  # cancelled from outside
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Message:
+  """One turn of a chat. `role` is 'system', 'user' or 'assistant'."""
+
+  role: str
+  content: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+  """One task. `prompt_id` is stable across epochs and restarts.
+
+  `messages` are rendered by the model's chat template; `answer` and `metadata` are for the verifiers.
+  `metadata` holds JSON values only.
+  """
+
+  prompt_id: str
+  messages: tuple[Message, ...]
+  answer: str
+  metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+  """How one request is sampled.
+
+  temperature: 0 means greedy. top_k: 0 means off. top_p: 1 means off. min_p: 0 means off (else tokens below
+  min_p times the largest probability are removed). max_tokens: sampled tokens at most, stop token included.
+  stop_token_ids end a sample and belong to it; stop_strings end it at the token that completes the string.
+  seed: None takes the run's seed.
+  """
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  max_tokens: int = 64
+  stop_token_ids: tuple[int, ...] = ()
+  stop_strings: tuple[str, ...] = ()
+  seed: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reward:
+  """What the verifiers said of one sample.
+
+  `value` is None exactly when `failure` says why a verifier could not answer; such a sample is dropped and
+  counted, never scored 0. `parts` holds each verifier's own score by name.
+  """
+
+  value: float | None
+  parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  failure: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trajectory:
+  """One sample: the prompt's tokens and everything after them, in token space, never re-tokenised.
+
+  All arrays have shape [T]. `behaviour_log_probs_t` are of the processed distribution that was sampled
+  (temperature, top-k, top-p, min-p applied), `raw_log_probs_t` of the model's own at temperature 1; both f32,
+  0 where `source_t` is not POLICY. `version_t` is the weights version that made the token, -1 where none did.
+  """
+
+  group_id: int
+  sample_index: int
+  prompt_id: str
+  tokens: np.ndarray  # int32
+  source_t: np.ndarray  # int8, values of Source
+  mask_t: np.ndarray  # bool, True where trained on
+  behaviour_log_probs_t: np.ndarray  # float32
+  raw_log_probs_t: np.ndarray  # float32
+  version_t: np.ndarray  # int32
+  finish_reason: FinishReason
+  text: str = ''  # decoded sampled tokens, for rewards and people
+  reward: Reward | None = None
+
+  @property
+  def trajectory_id(self) -> str:
+    """Identity in the ledger."""
+    return f'{self.group_id}/{self.sample_index}'
+
+  @property
+  def oldest_version(self) -> int:
+    """Version of the oldest policy token; staleness is measured from it."""
+    versions = self.version_t[self.source_t == Source.POLICY]
+    return int(versions.min()) if versions.size else -1
+
+  @property
+  def num_sampled(self) -> int:
+    """Policy tokens, a sampled stop token included."""
+    return int((self.source_t == Source.POLICY).sum())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+  """The samples drawn for one prompt in one visit. Ragged: the number of trajectories differs between groups."""
+
+  group_id: int
+  prompt: Prompt
+  prompt_tokens: np.ndarray  # int32 [P]
+  trajectories: tuple[Trajectory, ...]
+
+
+class PackedBatch(NamedTuple):
+  """Rows of packed token tries and the list of (source, target, trajectory) triples that losses go through.
+
+  Rows (shape [R, T]): `tokens`, `positions` (depth from the root), `subtree_end` (index just past the last
+  token that may see token j). Token i attends to token j iff j <= i < subtree_end[j]; padding sees itself only.
+  Triples (shape [R, N], one per trained or scored token of the row; padded at the end with mask_t False and
+  trajectory_t -1): the hidden state at `source_index_t` predicts `target_t`.
+  `adv_t`, `behaviour_log_probs_t`, `proximal_log_probs_t`, `anchor_log_probs_t` are f32; where a log-prob is
+  not used it is 0. `version_t` is the weights version that sampled the target.
+  """
+
+  tokens: Any  # int32 [R, T]
+  positions: Any  # int32 [R, T]
+  subtree_end: Any  # int32 [R, T]
+  source_index_t: Any  # int32 [R, N]
+  target_t: Any  # int32 [R, N]
+  mask_t: Any  # bool [R, N]
+  trajectory_t: Any  # int32 [R, N], index of the trajectory in the batch
+  group_t: Any  # int32 [R, N], index of the group in the batch
+  adv_t: Any  # float32 [R, N]
+  behaviour_log_probs_t: Any  # float32 [R, N]
+  proximal_log_probs_t: Any  # float32 [R, N]
+  anchor_log_probs_t: Any  # float32 [R, N]
+  version_t: Any  # int32 [R, N]

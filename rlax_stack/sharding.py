@@ -1,0 +1,239 @@
+"""The mesh and the one table that maps logical axis names to mesh axes.
+
+Code names what an axis means ('heads', 'rows'); only this file says where it lives. Nothing here
+touches a device when imported: meshes are made by the caller.
+
+Invariant: a spec uses every mesh axis at most once, and every dimension divides by
+the axes that it is split over.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from rlax_stack.errors import ConfigError
+
+MESH_AXES = ('data', 'fsdp', 'tensor', 'context', 'expert')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshShape:
+  """Devices along each mesh axis; their product is the number of devices used."""
+
+  data: int = 1  # rows of the batch, parameters replicated
+  fsdp: int = 1  # rows of the batch, parameters split
+  tensor: int = 1  # heads, feed-forward width, vocabulary
+  context: int = 1  # tokens of one row
+  expert: int = 1  # experts of a mixture
+
+  def __post_init__(self):
+    for axis in MESH_AXES:
+      size = getattr(self, axis)
+      if not isinstance(size, int) or size < 1:
+        raise ConfigError(
+          f'mesh axis {axis} must be a whole number >= 1, got {size!r}. Set config.mesh.{axis}.'
+        )
+
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    """Sizes in the order of MESH_AXES."""
+    return tuple(getattr(self, axis) for axis in MESH_AXES)
+
+
+def make_mesh(
+  shape: MeshShape | Mapping[str, int], devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+  """Makes a mesh with the five named axes over exactly the devices given.
+
+  Args:
+    shape: devices along each axis; axes left out of a mapping have size 1.
+    devices: the devices to use; all of `jax.devices()` when None.
+
+  Returns:
+    A mesh with axes ('data', 'fsdp', 'tensor', 'context', 'expert'), all of type Auto.
+
+  Raises:
+    ConfigError: an unknown axis, or a product of sizes other than the number of devices.
+  """
+  if not isinstance(shape, MeshShape):
+    unknown = sorted(set(shape) - set(MESH_AXES))
+    if unknown:
+      raise ConfigError(f'unknown mesh axes {unknown}. The axes are {", ".join(MESH_AXES)}.')
+    shape = MeshShape(**shape)
+  found = list(jax.devices() if devices is None else devices)
+  wanted = math.prod(shape.sizes)
+  if wanted != len(found):
+    arithmetic = ' x '.join(
+      f'{axis} {size}' for axis, size in zip(MESH_AXES, shape.sizes, strict=True)
+    )
+    cure = 'Change the sizes in config.mesh'
+    if wanted < len(found):
+      cure += f', or pass devices=jax.devices()[:{wanted}] to leave {len(found) - wanted} idle'
+    raise ConfigError(
+      f'the mesh needs {arithmetic} = {wanted} devices, but there are {len(found)}. {cure}.'
+    )
+  return jax.make_mesh(
+    shape.sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=found
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class LogicalRules:
+  """Table from a logical axis name to a mesh axis, several mesh axes, or None (not split)."""
+
+  table: Mapping[str, str | tuple[str, ...] | None]
+
+  def __post_init__(self):
+    for name in self.table:
+      for axis in self.mesh_axes(name):
+        if axis not in MESH_AXES:
+          raise ConfigError(
+            f'logical axis {name!r} is mapped to unknown mesh axis {axis!r}. '
+            f'Choose from {MESH_AXES}.'
+          )
+
+  def mesh_axes(self, name: str | None) -> tuple[str, ...]:
+    """Mesh axes of one logical axis; () for None. ConfigError for a name not in the table."""
+    if name is None:
+      return ()
+    if name not in self.table:
+      raise ConfigError(
+        f'unknown logical axis {name!r}. Add it to the rules; '
+        f'known: {", ".join(sorted(self.table))}.'
+      )
+    axes = self.table[name]
+    if axes is None:
+      return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+  def spec_for(self, logical_axes: Sequence[str | None]) -> PartitionSpec:
+    """PartitionSpec of an array whose dimensions mean `logical_axes`.
+
+    Raises:
+      ConfigError: an unknown name, or one mesh axis used by two dimensions.
+    """
+    entries, user = [], {}
+    for name in logical_axes:
+      axes = self.mesh_axes(name)
+      for axis in axes:
+        if axis in user:
+          raise ConfigError(
+            f'mesh axis {axis!r} would split both {user[axis]!r} and {name!r} '
+            f'of {tuple(logical_axes)}. Map one of them to another mesh axis or to None.'
+          )
+        user[axis] = name
+      entries.append(axes[0] if len(axes) == 1 else axes or None)
+    return PartitionSpec(*entries)
+
+
+DEFAULT_RULES = LogicalRules(
+  {
+    # parameters
+    'layers': None,
+    'vocab': 'tensor',
+    'embed': 'fsdp',
+    'heads': 'tensor',
+    'mlp': 'tensor',
+    'norm': None,
+    # activations and batches
+    'rows': ('data', 'fsdp'),
+    'tokens': 'context',
+    'features': None,
+  }
+)
+
+_PARAM_AXES = {
+  ('embedder', 'embedding'): ('vocab', 'embed'),
+  ('lm_head', 'kernel'): ('vocab', 'embed'),
+  ('final_norm', 'scale'): ('norm',),
+  ('attn_norm', 'scale'): ('layers', 'norm'),
+  ('mlp_norm', 'scale'): ('layers', 'norm'),
+  ('q_norm', 'scale'): ('layers', 'norm'),
+  ('k_norm', 'scale'): ('layers', 'norm'),
+  ('q_proj', 'kernel'): ('layers', 'heads', 'embed'),
+  ('k_proj', 'kernel'): ('layers', 'heads', 'embed'),
+  ('v_proj', 'kernel'): ('layers', 'heads', 'embed'),
+  ('q_proj', 'bias'): ('layers', 'heads'),
+  ('k_proj', 'bias'): ('layers', 'heads'),
+  ('v_proj', 'bias'): ('layers', 'heads'),
+  ('o_proj', 'kernel'): ('layers', 'embed', 'heads'),
+  ('gate_proj', 'kernel'): ('layers', 'mlp', 'embed'),
+  ('up_proj', 'kernel'): ('layers', 'mlp', 'embed'),
+  ('down_proj', 'kernel'): ('layers', 'embed', 'mlp'),
+}
+
+
+def param_logical_axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:
+  """Logical axes of one leaf, found by the last two dict keys of its path.
+
+  Trees that mirror the parameters (optimizer moments) match as well, whatever wraps them; arrays of
+  rank 0, such as a step count, have no axes.
+
+  Args:
+    path: key path as `jax.tree_util.tree_flatten_with_path` gives it.
+    ndim: rank of the leaf.
+
+  Raises:
+    ConfigError: a leaf that the table does not know, or of another rank than the table says.
+  """
+  if ndim == 0:
+    return ()
+  keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+  axes = _PARAM_AXES.get(keys[-2:])
+  if axes is None or len(axes) != ndim:
+    known = f'the table says {axes}' if axes else 'it is not in the table of rlax_stack/sharding.py'
+    raise ConfigError(
+      f'no logical axes for parameter {"/".join(map(str, keys))!r} of rank {ndim}: {known}.'
+    )
+  return axes
+
+
+def check_divisible(name: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> None:
+  """Raises ConfigError (dimension, size, axis, cure) where `shape` does not divide over `spec`."""
+  for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
+    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    if size % parts:
+      where = ' x '.join(f'{axis} {mesh.shape[axis]}' for axis in axes)
+      raise ConfigError(
+        f'dimension {dim} of {name} has size {size}, which does not divide by {where} = {parts}. '
+        f'Choose config.mesh.{axes[-1]} so that the product divides {size}.'
+      )
+
+
+def sharding_for(
+  mesh: Mesh,
+  logical_axes: Sequence[str | None],
+  *,
+  shape: Sequence[int] | None = None,
+  name: str = 'array',
+  rules: LogicalRules = DEFAULT_RULES,
+) -> NamedSharding:
+  """NamedSharding by logical axes; with `shape`, divisibility is checked (ConfigError)."""
+  spec = rules.spec_for(logical_axes)
+  if shape is not None:
+    check_divisible(name, shape, spec, mesh)
+  return NamedSharding(mesh, spec)
+
+
+def param_shardings(params: Any, mesh: Mesh, *, rules: LogicalRules = DEFAULT_RULES) -> Any:
+  """Tree of NamedSharding for parameters, or for any tree that mirrors them (optimizer moments).
+
+  Args:
+    params: nested dict of arrays or ShapeDtypeStructs, with the names of the model's parameters.
+    mesh: the mesh to place them on.
+    rules: logical axis to mesh axis.
+
+  Raises:
+    ConfigError: an unknown parameter, or a dimension that does not divide.
+  """
+
+  def one(path, leaf):
+    axes = param_logical_axes(path, leaf.ndim)
+    return sharding_for(mesh, axes, shape=leaf.shape, name=jax.tree_util.keystr(path), rules=rules)
+
+  return jax.tree_util.tree_map_with_path(one, params)

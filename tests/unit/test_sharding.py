@@ -1,0 +1,106 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from rlax_stack import sharding
+from rlax_stack.errors import ConfigError
+
+
+def _params(layers=2, embed=16, heads=8, mlp=32, vocab=64):
+  shapes = {
+    'embedder': {'embedding': (vocab, embed)},
+    'layers': {
+      'attn_norm': {'scale': (layers, embed)},
+      'q_proj': {'kernel': (layers, heads, embed), 'bias': (layers, heads)},
+      'o_proj': {'kernel': (layers, embed, heads)},
+      'gate_proj': {'kernel': (layers, mlp, embed)},
+      'down_proj': {'kernel': (layers, embed, mlp)},
+    },
+    'final_norm': {'scale': (embed,)},
+  }
+  return jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+    shapes,
+    is_leaf=lambda node: isinstance(node, tuple),
+  )
+
+
+def test_make_mesh_has_the_five_axes_in_order():
+  mesh = sharding.make_mesh({'data': 2, 'tensor': 2}, jax.devices()[:4])
+  assert mesh.axis_names == ('data', 'fsdp', 'tensor', 'context', 'expert')
+  assert dict(mesh.shape) == {'data': 2, 'fsdp': 1, 'tensor': 2, 'context': 1, 'expert': 1}
+  assert sharding.make_mesh(sharding.MeshShape(), jax.devices()[:1]).size == 1
+
+
+def test_make_mesh_shows_its_arithmetic():
+  with pytest.raises(ConfigError, match=r'data 2 x fsdp 2 .* = 4 devices, but there are 3'):
+    sharding.make_mesh({'data': 2, 'fsdp': 2}, jax.devices()[:3])
+  with pytest.raises(ConfigError, match=r'jax.devices\(\)\[:2\] to leave 2 idle'):
+    sharding.make_mesh({'data': 2}, jax.devices()[:4])
+  with pytest.raises(ConfigError, match='unknown mesh axes'):
+    sharding.make_mesh({'pipeline': 2})
+  with pytest.raises(ConfigError, match='config.mesh.tensor'):
+    sharding.MeshShape(tensor=0)
+
+
+def test_spec_for_maps_names():
+  rules = sharding.DEFAULT_RULES
+  assert rules.spec_for(('layers', 'heads', 'embed')) == P(None, 'tensor', 'fsdp')
+  assert rules.spec_for(('rows', 'tokens', None)) == P(('data', 'fsdp'), 'context', None)
+  with pytest.raises(ConfigError, match="mesh axis 'fsdp' would split both 'rows' and 'embed'"):
+    rules.spec_for(('rows', 'embed'))
+  with pytest.raises(ConfigError, match="unknown logical axis 'hats'"):
+    rules.spec_for(('hats',))
+  with pytest.raises(ConfigError, match="unknown mesh axis 'rack'"):
+    sharding.LogicalRules({'rows': 'rack'})
+
+
+def test_param_shardings_split_parameters_and_their_mirrors():
+  mesh = sharding.make_mesh({'fsdp': 4, 'tensor': 2}, jax.devices()[:8])
+  params = _params()
+  shardings = sharding.param_shardings(params, mesh)
+  assert shardings['embedder']['embedding'].spec == P('tensor', 'fsdp')
+  assert shardings['layers']['o_proj']['kernel'].spec == P(None, 'fsdp', 'tensor')
+  assert shardings['layers']['q_proj']['bias'].spec == P(None, 'tensor')
+  assert shardings['layers']['attn_norm']['scale'].spec == P(None, None)
+  placed = jax.device_put(np.zeros((64, 16), np.float32), shardings['embedder']['embedding'])
+  assert placed.addressable_shards[0].data.shape == (32, 4)
+  state = (jax.ShapeDtypeStruct((), jnp.int32), {'mu': params})
+  mirrored = sharding.param_shardings(state, mesh)
+  assert mirrored[0].spec == P()
+  assert mirrored[1]['mu']['layers']['q_proj']['kernel'].spec == P(None, 'tensor', 'fsdp')
+
+
+def test_param_shardings_name_what_does_not_fit():
+  mesh = sharding.make_mesh({'fsdp': 4}, jax.devices()[:4])
+  with pytest.raises(
+    ConfigError, match=r'dimension 1 of .*embedding.* size 18, .* fsdp 4 = 4.*config.mesh.fsdp'
+  ):
+    sharding.param_shardings(_params(embed=18), mesh)
+  with pytest.raises(ConfigError, match="no logical axes for parameter 'layers/wig/kernel'"):
+    sharding.param_shardings({'layers': {'wig': {'kernel': jnp.zeros((1, 2, 2))}}}, mesh)
+
+
+def test_sharding_for_checks_batch_rows():
+  mesh = sharding.make_mesh({'data': 2, 'fsdp': 2}, jax.devices()[:4])
+  assert sharding.sharding_for(mesh, ('rows', None)).spec == P(('data', 'fsdp'), None)
+  with pytest.raises(ConfigError, match='dimension 0 of tokens has size 6, .* data 2 x fsdp 2 = 4'):
+    sharding.sharding_for(mesh, ('rows', 'tokens'), shape=(6, 64), name='tokens')
+
+
+def test_check_divisible_accepts_what_divides():
+  mesh = sharding.make_mesh({'tensor': 2}, jax.devices()[:2])
+  sharding.check_divisible('x', (4, 3), P('tensor', None), mesh)
+
+
+def test_param_logical_axes_reads_the_last_two_keys():
+  path = (
+    jax.tree_util.DictKey('layers'),
+    jax.tree_util.DictKey('q_proj'),
+    jax.tree_util.DictKey('kernel'),
+  )
+  assert sharding.param_logical_axes(path, 3) == ('layers', 'heads', 'embed')
+  with pytest.raises(ConfigError, match='rank 2'):
+    sharding.param_logical_axes(path, 2)

@@ -1,8 +1,13 @@
-"""The errors that users meet. Each message says what is wrong, with which value, and how to cure it."""
+"""The errors that users meet.
+
+Each message says what is wrong, with which value, and how to cure it.
+"""
 
 
 class RlaxError(Exception):
-  """Base of every error that the project raises on purpose; the command line prints it without a trace."""
+  """Base of every error that the project raises on purpose; the command line prints it without a
+  trace.
+  """
 
 
 class ConfigError(RlaxError, ValueError):
@@ -10,7 +15,9 @@ class ConfigError(RlaxError, ValueError):
 
 
 class ModelFileError(RlaxError, ValueError):
-  """A weight, tokenizer or template file that is missing, torn, hostile or of another shape than the config."""
+  """A weight, tokenizer or template file that is missing, torn, hostile or of another shape than
+  the config.
+  """
 
 
 class DataError(RlaxError, ValueError):
@@ -22,7 +29,10 @@ class PromptTooLongError(RlaxError, ValueError):
 
 
 class RewardError(RlaxError):
-  """A verifier that failed (crashed, timed out, answered NaN). It is counted; it is never a reward of 0."""
+  """A verifier that failed (crashed, timed out, answered NaN).
+
+  It is counted; it is never a reward of 0.
+  """
 
 
 class CheckpointError(RlaxError):
@@ -38,4 +48,4 @@ class NonFiniteError(RlaxError):
 
 
 class FleetError(RlaxError):
-  """A worker, the coordinator or the parameter server failed or did not answer within its deadline."""
+  """A worker, the coordinator or the parameter server failed, or did not answer in time."""

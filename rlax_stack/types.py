@@ -1,7 +1,9 @@
-"""The words of the project as frozen data: prompts, trajectories, groups, packed rows, sampling parameters.
+"""The words of the project as frozen data: prompts, trajectories, groups, packed rows, sampling
+parameters.
 
-Only numpy here, no jax, so that reward processes and tools import it cheaply. Arrays are never mutated
-after construction. The suffix `_t` means one value per token; no suffix means one per sequence.
+Only numpy here, no jax, so that reward processes and tools import it cheaply. Arrays are never
+mutated after construction. The suffix `_t` means one value per token; no suffix means one per
+sequence.
 """
 
 import dataclasses
@@ -42,8 +44,8 @@ class Message:
 class Prompt:
   """One task. `prompt_id` is stable across epochs and restarts.
 
-  `messages` are rendered by the model's chat template; `answer` and `metadata` are for the verifiers.
-  `metadata` holds JSON values only.
+  `messages` are rendered by the model's chat template; `answer` and `metadata` are for the
+  verifiers. `metadata` holds JSON values only.
   """
 
   prompt_id: str
@@ -56,10 +58,10 @@ class Prompt:
 class SamplingParams:
   """How one request is sampled.
 
-  temperature: 0 means greedy. top_k: 0 means off. top_p: 1 means off. min_p: 0 means off (else tokens below
-  min_p times the largest probability are removed). max_tokens: sampled tokens at most, stop token included.
-  stop_token_ids end a sample and belong to it; stop_strings end it at the token that completes the string.
-  seed: None takes the run's seed.
+  temperature: 0 means greedy. top_k: 0 means off. top_p: 1 means off. min_p: 0 means off (else
+  tokens below min_p times the largest probability are removed). max_tokens: sampled tokens at most,
+  stop token included. stop_token_ids end a sample and belong to it; stop_strings end it at the
+  token that completes the string. seed: None takes the run's seed.
   """
 
   temperature: float = 1.0
@@ -76,8 +78,8 @@ class SamplingParams:
 class Reward:
   """What the verifiers said of one sample.
 
-  `value` is None exactly when `failure` says why a verifier could not answer; such a sample is dropped and
-  counted, never scored 0. `parts` holds each verifier's own score by name.
+  `value` is None exactly when `failure` says why a verifier could not answer; such a sample is
+  dropped and counted, never scored 0. `parts` holds each verifier's own score by name.
   """
 
   value: float | None
@@ -89,9 +91,10 @@ class Reward:
 class Trajectory:
   """One sample: the prompt's tokens and everything after them, in token space, never re-tokenised.
 
-  All arrays have shape [T]. `behaviour_log_probs_t` are of the processed distribution that was sampled
-  (temperature, top-k, top-p, min-p applied), `raw_log_probs_t` of the model's own at temperature 1; both f32,
-  0 where `source_t` is not POLICY. `version_t` is the weights version that made the token, -1 where none did.
+  All arrays have shape [T]. `behaviour_log_probs_t` are of the processed distribution that was
+  sampled (temperature, top-k, top-p, min-p applied), `raw_log_probs_t` of the model's own at
+  temperature 1; both f32, 0 where `source_t` is not POLICY. `version_t` is the weights version that
+  made the token, -1 where none did.
   """
 
   group_id: int
@@ -126,7 +129,10 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-  """The samples drawn for one prompt in one visit. Ragged: the number of trajectories differs between groups."""
+  """The samples drawn for one prompt in one visit.
+
+  Ragged: the number of trajectories differs between groups.
+  """
 
   group_id: int
   prompt: Prompt
@@ -135,14 +141,16 @@ class Group:
 
 
 class PackedBatch(NamedTuple):
-  """Rows of packed token tries and the list of (source, target, trajectory) triples that losses go through.
+  """Rows of packed token tries and the list of (source, target, trajectory) triples that losses go
+  through.
 
-  Rows (shape [R, T]): `tokens`, `positions` (depth from the root), `subtree_end` (index just past the last
-  token that may see token j). Token i attends to token j iff j <= i < subtree_end[j]; padding sees itself only.
-  Triples (shape [R, N], one per trained or scored token of the row; padded at the end with mask_t False and
-  trajectory_t -1): the hidden state at `source_index_t` predicts `target_t`.
-  `adv_t`, `behaviour_log_probs_t`, `proximal_log_probs_t`, `anchor_log_probs_t` are f32; where a log-prob is
-  not used it is 0. `version_t` is the weights version that sampled the target.
+  Rows (shape [R, T]): `tokens`, `positions` (depth from the root), `subtree_end` (index just past
+  the last token that may see token j). Token i attends to token j iff j <= i < subtree_end[j];
+  padding sees itself only. Triples (shape [R, N], one per trained or scored token of the row;
+  padded at the end with mask_t False and trajectory_t -1): the hidden state at `source_index_t`
+  predicts `target_t`. `adv_t`, `behaviour_log_probs_t`, `proximal_log_probs_t`,
+  `anchor_log_probs_t` are f32; where a log-prob is not used it is 0. `version_t` is the weights
+  version that sampled the target.
   """
 
   tokens: Any  # int32 [R, T]

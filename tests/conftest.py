@@ -1,0 +1,27 @@
+"""What every test runs under: eight CPU devices and a JAX that refuses to guess.
+
+The environment is set before JAX is imported, because the number of devices is fixed at its first
+use.
+"""
+
+import os
+
+_DEVICE_FLAG = '--xla_force_host_platform_device_count'
+
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+if _DEVICE_FLAG not in os.environ.get('XLA_FLAGS', ''):
+  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_DEVICE_FLAG}=8'.strip()
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+
+# An implicit float32/bfloat16 or [T]/[B, T] mix is a defect here, never a convenience.
+jax.config.update('jax_numpy_dtype_promotion', 'strict')
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+# Compilation makes the first example slow and the next ones quick, so a deadline would only flake.
+hypothesis.settings.register_profile('local', deadline=None, max_examples=25)
+hypothesis.settings.register_profile(
+  'ci', deadline=None, max_examples=50, derandomize=True, database=None
+)
+hypothesis.settings.load_profile('ci' if os.environ.get('CI') else 'local')

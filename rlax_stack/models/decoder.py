@@ -1,0 +1,298 @@
+"""One decoder family in flax NNX: Llama 3, SmolLM2, Mistral, Qwen2 and Qwen3 by configuration.
+
+Layers are stacked on axis 0 and scanned. Attention is not computed here: the caller passes
+`attend`, so that packed training rows, prefill and decode share every other line of the model.
+Outside this module parameters are a plain nested dict of arrays; kernels are stored [out, in], as
+Hugging Face stores them:
+
+    embedder/embedding [V, D]    final_norm/scale [D]    lm_head/kernel [V, D] (untied only)
+    layers/{attn,mlp}_norm/scale [L, D]
+    layers/{q,k,v,o,gate,up,down}_proj/kernel [L, out, in]
+    layers/{q,k,v}_proj/bias [L, out] (Qwen2)    layers/{q,k}_norm/scale [L, Dh] (Qwen3)
+
+The serving form of a layer fuses q, k, v into `qkv_proj` and gate, up into `gate_up_proj`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rlax_stack.errors import ConfigError
+from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.rotary import rotate, rotation
+
+Params = dict[str, Any]
+Attend = Callable[[jax.Array, jax.Array, jax.Array], Any]
+
+_REMAT_POLICIES = {
+  'none': None,
+  'layer': jax.checkpoint_policies.nothing_saveable,
+  'dots': jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+}
+
+
+class Linear(nnx.Module):
+  """y = x Wᵀ (+ b) with W stored [out, in]; computes in the dtype of x."""
+
+  def __init__(self, in_size: int, out_size: int, *, bias: bool, rngs: nnx.Rngs):
+    scale = in_size**-0.5
+    self.kernel = nnx.Param(
+      scale * jax.random.truncated_normal(rngs.params(), -2.0, 2.0, (out_size, in_size))
+    )
+    self.bias = nnx.Param(jnp.zeros((out_size,), jnp.float32)) if bias else None
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    y = jax.lax.dot_general(x, self.kernel[...].astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
+    if self.bias is None:
+      return y
+    return y + self.bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+class RMSNorm(nnx.Module):
+  """Root-mean-square norm over the last axis, float32 inside, dtype of x kept."""
+
+  def __init__(self, size: int, epsilon: float):
+    self.scale = nnx.Param(jnp.ones((size,), jnp.float32))
+    self.epsilon = epsilon
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.epsilon)
+    # Rounded to x's dtype before scaling, as the reference implementations do.
+    scale = self.scale[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    return (wide * inverse).astype(x.dtype) * scale
+
+
+class DecoderLayer(nnx.Module):
+  """Pre-norm attention and SwiGLU, with a pluggable attention."""
+
+  def __init__(self, config: ModelConfig, *, fused: bool = False, rngs: nnx.Rngs):
+    self.config, self.fused = config, fused
+    hidden, queries = config.hidden_size, config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    linear = functools.partial(Linear, rngs=rngs)
+    self.attn_norm = RMSNorm(hidden, config.rms_norm_eps)
+    if fused:
+      self.qkv_proj = linear(hidden, queries + 2 * keys, bias=config.attention_bias)
+      self.gate_up_proj = linear(hidden, 2 * config.intermediate_size, bias=False)
+    else:
+      self.q_proj = linear(hidden, queries, bias=config.attention_bias)
+      self.k_proj = linear(hidden, keys, bias=config.attention_bias)
+      self.v_proj = linear(hidden, keys, bias=config.attention_bias)
+      self.gate_proj = linear(hidden, config.intermediate_size, bias=False)
+      self.up_proj = linear(hidden, config.intermediate_size, bias=False)
+    if config.qk_norm:
+      self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+      self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+    self.o_proj = linear(queries, hidden, bias=False)
+    self.mlp_norm = RMSNorm(hidden, config.rms_norm_eps)
+    self.down_proj = linear(config.intermediate_size, hidden, bias=False)
+
+  def _qkv(self, x: jax.Array, sin: jax.Array, cos: jax.Array) -> tuple[jax.Array, ...]:
+    """Queries [..., H, Dh], keys and values [..., K, Dh], normalised (Qwen3) and rotated."""
+    config = self.config
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    if self.fused:
+      q, k, v = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
+    else:
+      q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    q, k, v = (y.reshape(*y.shape[:-1], -1, config.head_dim) for y in (q, k, v))
+    if config.qk_norm:
+      q, k = self.q_norm(q), self.k_norm(k)
+    return rotate(q, sin, cos), rotate(k, sin, cos), v
+
+  def _mlp(self, x: jax.Array) -> jax.Array:
+    if self.fused:
+      gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+    else:
+      gate, up = self.gate_proj(x), self.up_proj(x)
+    return self.down_proj(jax.nn.silu(gate) * up)
+
+  def __call__(
+    self, x: jax.Array, sin: jax.Array, cos: jax.Array, attend: Attend
+  ) -> tuple[jax.Array, Any]:
+    """x [..., D] -> (x [..., D], aux). `attend(q, k, v)` returns (output [..., H, Dh], aux)."""
+    attended, aux = attend(*self._qkv(self.attn_norm(x), sin, cos))
+    x = x + self.o_proj(attended.reshape(*x.shape[:-1], -1).astype(x.dtype))
+    return x + self._mlp(self.mlp_norm(x)), aux
+
+
+class Embedder(nnx.Module):
+  """Token embeddings [V, D]; the LM head too where the model ties them."""
+
+  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    shape = (config.vocab_size, config.hidden_size)
+    self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
+
+  def __call__(self, tokens: jax.Array, dtype: Any) -> jax.Array:
+    return self.embedding[...][tokens].astype(dtype)
+
+
+class Decoder(nnx.Module):
+  """The whole model up to the final norm; the LM head is applied by whoever needs log-probs."""
+
+  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    self.config = config
+    self.embedder = Embedder(config, rngs=rngs)
+    make_layers = nnx.vmap(
+      lambda layer_rngs: DecoderLayer(config, rngs=layer_rngs), in_axes=0, out_axes=0
+    )
+    self.layers = make_layers(rngs.fork(split=config.num_layers))
+    self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    if not config.tie_embeddings:
+      self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, rngs=rngs)
+
+  def __call__(
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+    *,
+    compute_dtype: Any = jnp.float32,
+    remat: str = 'none',
+  ) -> tuple[jax.Array, Any]:
+    """tokens, positions int32 [R, T] -> (hidden [R, T, D], aux of attend stacked over layers)."""
+    graph, stacked = nnx.split(self.layers)
+    sin, cos = rotation(self.config, positions)
+
+    def layer(x, state):
+      return nnx.merge(graph, state)(x, sin, cos, attend)
+
+    if remat != 'none':
+      layer = jax.checkpoint(layer, policy=remat_policy(remat), prevent_cse=False)
+    x, aux = jax.lax.scan(layer, self.embedder(tokens, compute_dtype), stacked)
+    return self.final_norm(x), aux
+
+
+def remat_policy(name: str) -> Any:
+  """The checkpoint policy called `name`: 'none', 'layer' (recompute all) or 'dots' (keep matmuls)."""
+  if name not in _REMAT_POLICIES:
+    raise ConfigError(f'remat must be one of {sorted(_REMAT_POLICIES)}, got {name!r}.')
+  return _REMAT_POLICIES[name]
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> Params:
+  """Random float32 parameters: truncated normal kernels scaled by fan-in, embeddings of 0.02."""
+  return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(params=key)), nnx.Param))
+
+
+@functools.lru_cache(maxsize=32)
+def _abstract_decoder(config: ModelConfig) -> tuple[Any, Any]:
+  abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(params=0)))
+  return nnx.split(abstract)
+
+
+@functools.lru_cache(maxsize=32)
+def _fused_layer_graph(config: ModelConfig) -> Any:
+  abstract = nnx.eval_shape(lambda: DecoderLayer(config, fused=True, rngs=nnx.Rngs(params=0)))
+  return nnx.split(abstract)
+
+
+def abstract_params(config: ModelConfig) -> Params:
+  """Shapes and dtypes of the parameters as a tree of jax.ShapeDtypeStruct; allocates nothing."""
+  return nnx.to_pure_dict(_abstract_decoder(config)[1])
+
+
+def _with_values(state: Any, params: Params) -> Any:
+  """A copy of the abstract NNX state that holds `params`."""
+  filled = jax.tree.map(lambda leaf: leaf, state)
+  nnx.replace_by_pure_dict(filled, params)
+  return filled
+
+
+def hidden_states(
+  params: Params,
+  config: ModelConfig,
+  tokens: jax.Array,
+  positions: jax.Array,
+  attend: Attend,
+  *,
+  compute_dtype: Any = jnp.float32,
+  remat: str = 'none',
+) -> jax.Array:
+  """Hidden states after the final norm.
+
+  Args:
+    params: the parameter dict of this module's docstring; any float dtype, cast where used.
+    config: shape of the model.
+    tokens: int32 [R, T].
+    positions: int32 [R, T], depth from the root of the row's trie (RoPE).
+    attend: (q [R, T, H, Dh], k [R, T, K, Dh], v) -> [R, T, H, Dh]; q and k are rotated, q is not
+      scaled.
+    compute_dtype: dtype of activations.
+    remat: 'none', 'layer' or 'dots'.
+
+  Returns:
+    [R, T, D] in compute_dtype.
+  """
+  hidden, _ = hidden_states_and_aux(
+    params,
+    config,
+    tokens,
+    positions,
+    lambda q, k, v: (attend(q, k, v), None),
+    compute_dtype=compute_dtype,
+    remat=remat,
+  )
+  return hidden
+
+
+def hidden_states_and_aux(
+  params: Params,
+  config: ModelConfig,
+  tokens: jax.Array,
+  positions: jax.Array,
+  attend: Attend,
+  *,
+  compute_dtype: Any = jnp.float32,
+  remat: str = 'none',
+) -> tuple[jax.Array, Any]:
+  """As `hidden_states`, but attend returns (output, aux): aux comes back stacked over layers."""
+  graph, state = _abstract_decoder(config)
+  decoder = nnx.merge(graph, _with_values(state, params))
+  return decoder(tokens, positions, attend, compute_dtype=compute_dtype, remat=remat)
+
+
+def serving_layers(params: Params, config: ModelConfig, dtype: Any) -> tuple[Params, ...]:
+  """One fused parameter dict per layer, in `dtype`: no copy of a layer out of the stack per step."""
+  stacked = jax.tree.map(lambda x: x.astype(dtype), params['layers'])
+  fused = {
+    k: v for k, v in stacked.items() if k in ('attn_norm', 'mlp_norm', 'o_proj', 'down_proj')
+  }
+  fused |= {k: v for k, v in stacked.items() if k in ('q_norm', 'k_norm')}
+
+  def join(*names: str) -> Params:
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs, 1), *(stacked[name] for name in names))
+
+  fused['qkv_proj'] = join('q_proj', 'k_proj', 'v_proj')
+  fused['gate_up_proj'] = join('gate_proj', 'up_proj')
+  return tuple(jax.tree.map(lambda x, i=i: x[i], fused) for i in range(config.num_layers))
+
+
+def serving_layer(layer_params: Params, config: ModelConfig) -> DecoderLayer:
+  """The NNX module of one fused layer, ready to be called inside a traced function."""
+  graph, state = _fused_layer_graph(config)
+  return nnx.merge(graph, _with_values(state, layer_params))
+
+
+def embed(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
+  """Token embeddings [..., D] in `dtype`."""
+  return params['embedder']['embedding'][tokens].astype(dtype)
+
+
+def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
+  """The last norm of the model over x [..., D]."""
+  norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+  norm.scale = nnx.Param(params['final_norm']['scale'])
+  return norm(x)
+
+
+def lm_head(params: Params, config: ModelConfig) -> jax.Array:
+  """The output matrix [V, D]: the embeddings where they are tied."""
+  if config.tie_embeddings:
+    return params['embedder']['embedding']
+  return params['lm_head']['kernel']

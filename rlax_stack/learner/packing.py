@@ -1,0 +1,295 @@
+"""Packs groups of trajectories into rows of token tries: each prompt once, its completions one
+after another.
+
+Numpy, on the host; not for advantages or device placement. Invariants: every trained token of every
+trajectory is the target of exactly one triple; a triple's source sees exactly the tokens before its
+target in the trajectory; and the result depends on nothing but the arguments.
+
+The last trained token of a trajectory predicts nothing, and what follows it trains nothing, so
+neither is given a place in the row: the token lives in its triple's `target_t`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rlax_stack.errors import ConfigError, DataError
+from rlax_stack.types import Group, PackedBatch, Trajectory
+
+
+class RowShape(NamedTuple):
+  """Static shape of a row: `length` tokens (T) and `triples` targets (N)."""
+
+  length: int
+  triples: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Branch:
+  """What one trajectory adds below its prompt; `source` is relative to the branch.
+
+  -1 for the prompt's last token.
+  """
+
+  trajectory: int
+  tokens: np.ndarray  # int32 [C], in the row
+  source: np.ndarray  # int32 [n]
+  target: np.ndarray  # int32 [n]
+  behaviour: np.ndarray  # float32 [n]
+  version: np.ndarray  # int32 [n]
+  advantage: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Trie:
+  """A prompt and some of its group's branches: what is placed as one piece."""
+
+  group: int
+  prompt: np.ndarray  # int32 [P]
+  branches: tuple[_Branch, ...]
+
+  @property
+  def shape(self) -> RowShape:
+    length = len(self.prompt) + sum(len(branch.tokens) for branch in self.branches)
+    return RowShape(length, sum(len(branch.target) for branch in self.branches))
+
+
+def pack_groups(
+  groups: Sequence[Group],
+  advantages: Sequence[np.ndarray],
+  *,
+  row_shapes: Sequence[RowShape],
+  rows_multiple: int = 1,
+) -> PackedBatch:
+  """Packs whole groups, several to a row where they fit (first fit, largest first).
+
+  One row shape serves the whole batch: the smallest in which every group fits, or else the largest,
+  with the groups that do not fit split over rows and their prompt repeated. Trajectories without a
+  trained token are left out. `trajectory_t` counts the trajectories of the batch in the order
+  given, those included.
+
+  Args:
+    groups: ragged; tokens of each trajectory start with its group's `prompt_tokens`.
+    advantages: for each group float [G].
+    row_shapes: the buckets, any order.
+    rows_multiple: empty rows are added until the number of rows divides by it.
+
+  Returns:
+    PackedBatch of numpy arrays; log-probs that are not known yet are 0.
+
+  Raises:
+    DataError: a trajectory that does not start with its prompt, or trains on it; nothing to train
+      on.
+    ConfigError: a trajectory that fits in no row shape.
+  """
+  return _pack(groups, advantages, row_shapes, rows_multiple, separate=False)
+
+
+def pack_separate(
+  groups: Sequence[Group],
+  advantages: Sequence[np.ndarray],
+  *,
+  row_shapes: Sequence[RowShape],
+  rows_multiple: int = 1,
+) -> PackedBatch:
+  """`pack_groups` with one trajectory a row: nothing shared, the layout to compare with."""
+  return _pack(groups, advantages, row_shapes, rows_multiple, separate=True)
+
+
+def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:
+  """Adds empty rows until there are `num_rows` (ValueError where there are already more)."""
+  rows, length = batch.tokens.shape
+  if num_rows < rows:
+    raise ValueError(f'the batch has {rows} rows, more than {num_rows=}.')
+  empty = _empty_batch(num_rows - rows, RowShape(length, batch.target_t.shape[1]))
+  return PackedBatch(*(np.concatenate([a, b], axis=0) for a, b in zip(batch, empty, strict=True)))
+
+
+def packing_stats(batch: PackedBatch) -> dict[str, int]:
+  """Tokens of the rows in use, targets in use, and the places for both; int."""
+  length = batch.tokens.shape[1]
+  used = int(np.sum(batch.subtree_end > np.arange(length) + 1))
+  # A leaf token looks like padding by its subtree; it is told apart by its position or by a triple.
+  leaves = (batch.subtree_end == np.arange(length) + 1) & (batch.positions > 0)
+  return {
+    'row_tokens': used + int(leaves.sum()),
+    'targets': int(batch.mask_t.sum()),
+    'row_places': int(batch.tokens.size),
+    'target_places': int(batch.target_t.size),
+  }
+
+
+def _pack(groups, advantages, row_shapes, rows_multiple, *, separate) -> PackedBatch:
+  tries = _make_tries(groups, advantages, separate=separate)
+  if not tries:
+    raise DataError('no token of the batch is trained on: every mask_t is empty.')
+  shape = _choose_shape(tries, row_shapes)
+  pieces = [piece for trie in tries for piece in _split(trie, shape)]
+  rows = [[piece] for piece in pieces] if separate else _first_fit_decreasing(pieces, shape)
+  num_rows = -(-len(rows) // rows_multiple) * rows_multiple
+  num_trajectories = sum(len(group.trajectories) for group in groups)
+  if num_trajectories > num_rows * shape.triples:
+    raise DataError(
+      f'{num_trajectories} trajectories train fewer tokens than there are trajectories.'
+    )
+  batch = _empty_batch(num_rows, shape)
+  for row, tries_of_row in enumerate(rows):
+    start, triple = 0, 0
+    for trie in tries_of_row:
+      start, triple = _write(batch, row, start, triple, trie)
+  return batch
+
+
+def _make_tries(groups, advantages, *, separate) -> list[_Trie]:
+  """One trie per group, or one per trajectory, without the trajectories that train nothing."""
+  tries, first = [], 0
+  for index, (group, advantage) in enumerate(zip(groups, advantages, strict=True)):
+    if len(advantage) != len(group.trajectories):
+      raise DataError(
+        f'group {group.group_id} has {len(group.trajectories)} trajectories '
+        f'and {len(advantage)} advantages.'
+      )
+    prompt = np.asarray(group.prompt_tokens, np.int32)
+    made = (
+      _make_branch(group, trajectory, first + i, float(advantage[i]))
+      for i, trajectory in enumerate(group.trajectories)
+    )
+    branches = tuple(branch for branch in made if branch is not None)
+    first += len(group.trajectories)
+    parts = [(branch,) for branch in branches] if separate else [branches] if branches else []
+    tries += [_Trie(group=index, prompt=prompt, branches=part) for part in parts]
+  return tries
+
+
+def _make_branch(
+  group: Group, trajectory: Trajectory, index: int, advantage: float
+) -> _Branch | None:
+  prompt_length = len(group.prompt_tokens)
+  tokens = np.asarray(trajectory.tokens, np.int32)
+  if not prompt_length or not np.array_equal(tokens[:prompt_length], group.prompt_tokens):
+    raise DataError(
+      f'trajectory {trajectory.trajectory_id} does not start with the {prompt_length} tokens '
+      'of its prompt.'
+    )
+  trained = np.flatnonzero(trajectory.mask_t)
+  if not trained.size:
+    return None
+  if trained[0] < prompt_length:
+    raise DataError(
+      f'trajectory {trajectory.trajectory_id} trains on token {trained[0]} of its prompt; '
+      'prompts are shared by their group. Clear mask_t there.'
+    )
+  return _Branch(
+    trajectory=index,
+    tokens=tokens[prompt_length : trained[-1]],
+    source=(trained - 1 - prompt_length).astype(np.int32),
+    target=tokens[trained],
+    behaviour=np.asarray(trajectory.behaviour_log_probs_t, np.float32)[trained],
+    version=np.asarray(trajectory.version_t, np.int32)[trained],
+    advantage=advantage,
+  )
+
+
+def _fits(need: RowShape, shape: RowShape) -> bool:
+  return need.length <= shape.length and need.triples <= shape.triples
+
+
+def _choose_shape(tries: Sequence[_Trie], row_shapes: Sequence[RowShape]) -> RowShape:
+  buckets = sorted(RowShape(*shape) for shape in row_shapes)
+  whole = [shape for shape in buckets if all(_fits(trie.shape, shape) for trie in tries)]
+  return whole[0] if whole else buckets[-1]
+
+
+def _split(trie: _Trie, shape: RowShape) -> list[_Trie]:
+  """Cuts a trie that does not fit into tries that do, in order, each with the whole prompt."""
+  parts, current = [], ()
+  for branch in trie.branches:
+    if not _fits(dataclasses.replace(trie, branches=(branch,)).shape, shape):
+      need = dataclasses.replace(trie, branches=(branch,)).shape
+      raise ConfigError(
+        f'a trajectory needs {need.length} row tokens and {need.triples} targets, but the longest '
+        f'row has {shape.length} and {shape.triples}. Raise config.learner.row_length, or lower '
+        'max_tokens.'
+      )
+    grown = (*current, branch)
+    if current and not _fits(dataclasses.replace(trie, branches=grown).shape, shape):
+      parts.append(current)
+      grown = (branch,)
+    current = grown
+  return [dataclasses.replace(trie, branches=part) for part in (*parts, current)]
+
+
+def _first_fit_decreasing(pieces: Sequence[_Trie], shape: RowShape) -> list[list[_Trie]]:
+  """Rows of pieces; ties keep the order given, so that the result is deterministic."""
+  rows: list[list[_Trie]] = []
+  used: list[RowShape] = []
+  for piece in sorted(pieces, key=lambda piece: -piece.shape.length):
+    need = piece.shape
+    for i, taken in enumerate(used):
+      both = RowShape(taken.length + need.length, taken.triples + need.triples)
+      if _fits(both, shape):
+        rows[i].append(piece)
+        used[i] = both
+        break
+    else:
+      rows.append([piece])
+      used.append(need)
+  return rows
+
+
+def _empty_batch(num_rows: int, shape: RowShape) -> PackedBatch:
+  tokens, triples = (num_rows, shape.length), (num_rows, shape.triples)
+
+  def zeros(dtype):
+    return np.zeros(triples, dtype)
+
+  return PackedBatch(
+    tokens=np.zeros(tokens, np.int32),
+    positions=np.zeros(tokens, np.int32),
+    # Padding sees itself, so that no softmax is empty.
+    subtree_end=np.tile(np.arange(1, shape.length + 1, dtype=np.int32), (num_rows, 1)),
+    source_index_t=zeros(np.int32),
+    target_t=zeros(np.int32),
+    mask_t=zeros(bool),
+    trajectory_t=np.full(triples, -1, np.int32),
+    group_t=np.full(triples, -1, np.int32),
+    adv_t=zeros(np.float32),
+    behaviour_log_probs_t=zeros(np.float32),
+    proximal_log_probs_t=zeros(np.float32),
+    anchor_log_probs_t=zeros(np.float32),
+    version_t=np.full(triples, -1, np.int32),
+  )
+
+
+def _write(batch: PackedBatch, row: int, start: int, triple: int, trie: _Trie) -> tuple[int, int]:
+  """Writes one trie at token `start` and triple `triple` of a row.
+
+  Returns where the next one goes.
+  """
+  end = start + trie.shape.length
+  branch_start = start + len(trie.prompt)
+  batch.tokens[row, start:branch_start] = trie.prompt
+  batch.positions[row, start:branch_start] = np.arange(len(trie.prompt))
+  batch.subtree_end[row, start:branch_start] = end
+  for branch in trie.branches:
+    branch_end = branch_start + len(branch.tokens)
+    here = slice(branch_start, branch_end)
+    batch.tokens[row, here] = branch.tokens
+    batch.positions[row, here] = len(trie.prompt) + np.arange(len(branch.tokens))
+    batch.subtree_end[row, here] = branch_end
+    there = slice(triple, triple + len(branch.target))
+    last_of_prompt = start + len(trie.prompt) - 1
+    batch.source_index_t[row, there] = np.where(
+      branch.source < 0, last_of_prompt, branch_start + branch.source
+    )
+    batch.target_t[row, there] = branch.target
+    batch.mask_t[row, there] = True
+    batch.trajectory_t[row, there] = branch.trajectory
+    batch.group_t[row, there] = trie.group
+    batch.adv_t[row, there] = branch.advantage
+    batch.behaviour_log_probs_t[row, there] = branch.behaviour
+    batch.version_t[row, there] = branch.version
+    branch_start, triple = branch_end, triple + len(branch.target)
+  return end, triple

@@ -1,0 +1,207 @@
+"""Packing: every trained token recoverable, visibility as in separate sequences, errors.
+
+Determinism.
+"""
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from rlax_stack.errors import ConfigError, DataError
+from rlax_stack.learner import packing
+from rlax_stack.learner.packing import RowShape
+from rlax_stack.types import FinishReason, Group, Prompt, Source, Trajectory
+
+
+def make_group(group_id, prompt, completions, masks=None):
+  """A group whose behaviour log-probs and versions are functions of the token's place."""
+  trajectories = []
+  for i, completion in enumerate(completions):
+    tokens = np.concatenate([prompt, completion]).astype(np.int32)
+    mask = np.arange(len(tokens)) >= len(prompt)
+    if masks is not None:
+      mask[len(prompt) :] = masks[i]
+    trajectories.append(
+      Trajectory(
+        group_id=group_id,
+        sample_index=i,
+        prompt_id=f'p{group_id}',
+        tokens=tokens,
+        source_t=np.where(mask, Source.POLICY, Source.PROMPT).astype(np.int8),
+        mask_t=mask,
+        behaviour_log_probs_t=-np.arange(len(tokens), dtype=np.float32) - i,
+        raw_log_probs_t=np.zeros(len(tokens), np.float32),
+        version_t=np.full(len(tokens), group_id, np.int32),
+        finish_reason=FinishReason.STOP,
+      )
+    )
+  task = Prompt(prompt_id=f'p{group_id}', messages=(), answer='')
+  return Group(
+    group_id=group_id,
+    prompt=task,
+    prompt_tokens=np.asarray(prompt, np.int32),
+    trajectories=tuple(trajectories),
+  )
+
+
+@st.composite
+def _batches(draw):
+  groups, token = [], 1
+  for g in range(draw(st.integers(1, 4))):
+    prompt_length = draw(st.integers(1, 6))
+    prompt = np.arange(token, token + prompt_length)
+    token += prompt_length
+    completions, masks = [], []
+    for _ in range(draw(st.integers(1, 5))):
+      length = draw(st.integers(1, 7))
+      completions.append(np.arange(token, token + length))
+      masks.append(np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length))))
+      token += length
+    groups.append(make_group(g, prompt, completions, masks))
+  hypothesis.assume(any(t.mask_t.any() for g in groups for t in g.trajectories))
+  return groups
+
+
+def _advantages(groups):
+  return [np.arange(len(g.trajectories), dtype=np.float32) + 10 * g.group_id for g in groups]
+
+
+def _seen(batch, row, index):
+  """Tokens that the token at `index` sees, itself included, in order, and their positions."""
+  i = int(index)
+  visible = (np.arange(i + 1) <= i) & (i < batch.subtree_end[row, : i + 1])
+  return batch.tokens[row, : i + 1][visible], batch.positions[row, : i + 1][visible]
+
+
+def _check(groups, batch):
+  """Every trained token is the target of one triple.
+
+  Whose source sees exactly what came before it.
+  """
+  trajectories = [t for g in groups for t in g.trajectories]
+  group_of = [g for g, group in enumerate(groups) for _ in group.trajectories]
+  advantages = np.concatenate(_advantages(groups))
+  want = {
+    (i, int(t))
+    for i, trajectory in enumerate(trajectories)
+    for t in np.flatnonzero(trajectory.mask_t)
+  }
+  got = set()
+  for row, triple in zip(*np.nonzero(batch.mask_t), strict=True):
+    index = int(batch.trajectory_t[row, triple])
+    tokens, positions = _seen(batch, row, batch.source_index_t[row, triple])
+    place = len(tokens)
+    trajectory = trajectories[index]
+    np.testing.assert_array_equal(tokens, trajectory.tokens[:place])
+    np.testing.assert_array_equal(positions, np.arange(place))
+    assert batch.target_t[row, triple] == trajectory.tokens[place]
+    assert batch.group_t[row, triple] == group_of[index]
+    assert batch.adv_t[row, triple] == advantages[index]
+    assert batch.behaviour_log_probs_t[row, triple] == trajectory.behaviour_log_probs_t[place]
+    assert batch.version_t[row, triple] == trajectory.version_t[place]
+    assert (index, place) not in got
+    got.add((index, place))
+  assert got == want
+
+
+@hypothesis.given(_batches(), st.booleans(), st.integers(1, 3))
+def test_packed_rows_say_what_the_trajectories_say(groups, separate, multiple):
+  shapes = [RowShape(16, 12), RowShape(24, 18)]
+  pack = packing.pack_separate if separate else packing.pack_groups
+  batch = pack(groups, _advantages(groups), row_shapes=shapes, rows_multiple=multiple)
+  assert batch.tokens.shape[0] % multiple == 0
+  assert (batch.tokens.shape[1], batch.target_t.shape[1]) in shapes
+  _check(groups, batch)
+  # No token has an empty softmax, and what is masked names no trajectory.
+  length = batch.tokens.shape[1]
+  assert (batch.subtree_end > np.arange(length)).all() and (batch.subtree_end <= length).all()
+  assert (batch.trajectory_t[~batch.mask_t] == -1).all()
+
+
+def test_prompt_once_and_layout_by_hand():
+  group = make_group(0, [1, 2], [[3, 4, 5], [6], [7, 8]])
+  batch = packing.pack_groups(
+    [group], [np.zeros(3, np.float32)], row_shapes=[RowShape(8, 6)], rows_multiple=1
+  )
+  # The last token of each completion is a target only.
+  np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 4, 7, 0, 0, 0]])
+  np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 2, 0, 0, 0]])
+  np.testing.assert_array_equal(batch.subtree_end, [[5, 5, 4, 4, 5, 6, 7, 8]])
+  np.testing.assert_array_equal(batch.source_index_t, [[1, 2, 3, 1, 1, 4]])
+  np.testing.assert_array_equal(batch.target_t, [[3, 4, 5, 6, 7, 8]])
+  np.testing.assert_array_equal(batch.trajectory_t, [[0, 0, 0, 1, 2, 2]])
+  assert packing.packing_stats(batch) == {
+    'row_tokens': 5,
+    'targets': 6,
+    'row_places': 8,
+    'target_places': 6,
+  }
+
+
+def test_several_groups_share_a_row_largest_first():
+  groups = [make_group(g, [g + 1], [np.full(n, 9)] * 2) for g, n in enumerate([2, 5, 3])]
+  batch = packing.pack_groups(groups, _advantages(groups), row_shapes=[RowShape(12, 16)])
+  assert batch.tokens.shape == (2, 12)
+  assert batch.group_t[0, 0] == 1 and set(batch.group_t[0]) == {1, 0, -1}
+  assert set(batch.group_t[1]) == {2, -1}
+
+
+def test_large_group_is_split_with_its_prompt():
+  group = make_group(0, [1, 2, 3], [np.arange(4, 9)] * 5)
+  batch = packing.pack_groups([group], _advantages([group]), row_shapes=[RowShape(11, 16)])
+  assert batch.tokens.shape[0] == 3
+  assert (batch.tokens[:, :3] == [1, 2, 3]).all()
+  _check([group], batch)
+
+
+def test_smallest_bucket_that_holds_every_group():
+  shapes = [RowShape(64, 64), RowShape(8, 8), RowShape(32, 32)]
+  small, large = make_group(0, [1], [[2, 3]] * 2), make_group(1, [1], [np.arange(2, 20)] * 2)
+  assert packing.pack_groups([small], [[0, 0]], row_shapes=shapes).tokens.shape[1] == 8
+  assert packing.pack_groups([small, large], [[0, 0]] * 2, row_shapes=shapes).tokens.shape[1] == 64
+
+
+def test_same_input_same_rows():
+  groups = [make_group(g, np.arange(1, 4), [np.arange(4, 9)] * 3) for g in range(6)]
+  first, second = (
+    packing.pack_groups(groups, _advantages(groups), row_shapes=[RowShape(40, 40)])
+    for _ in range(2)
+  )
+  for a, b in zip(first, second, strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_pad_rows():
+  group = make_group(0, [1], [[2, 3]] * 2)
+  batch = packing.pack_groups([group], _advantages([group]), row_shapes=[RowShape(8, 8)])
+  padded = packing.pad_rows(batch, 3)
+  assert padded.tokens.shape == (3, 8) and not padded.mask_t[1:].any()
+  np.testing.assert_array_equal(padded.subtree_end[2], np.arange(1, 9))
+  with pytest.raises(ValueError, match='more than num_rows=0'):
+    packing.pad_rows(batch, 0)
+
+
+def test_trajectories_without_trained_tokens_are_left_out():
+  group = make_group(0, [1], [[2, 3], [4, 5]], masks=[np.zeros(2, bool), np.ones(2, bool)])
+  batch = packing.pack_groups([group], _advantages([group]), row_shapes=[RowShape(8, 8)])
+  assert set(batch.trajectory_t[batch.mask_t]) == {1}
+  empty = make_group(0, [1], [[2, 3]], masks=[np.zeros(2, bool)])
+  with pytest.raises(DataError, match='every mask_t is empty'):
+    packing.pack_groups([empty], [[0.0]], row_shapes=[RowShape(8, 8)])
+
+
+def test_bad_input_is_refused():
+  group = make_group(0, [1, 2], [np.arange(3, 30)])
+  shapes = [RowShape(16, 16)]
+  with pytest.raises(ConfigError, match='28 row tokens and 27 targets.*16 and 16.*row_length'):
+    packing.pack_groups([group], [[0.0]], row_shapes=shapes)
+  with pytest.raises(DataError, match='1 trajectories and 2 advantages'):
+    packing.pack_groups([group], [[0.0, 1.0]], row_shapes=shapes)
+  small = make_group(0, [1, 2], [[3]])
+  small.trajectories[0].mask_t[:] = True
+  with pytest.raises(DataError, match='trains on token 0 of its prompt'):
+    packing.pack_groups([small], [[0.0]], row_shapes=shapes)
+  small.trajectories[0].tokens[0] = 9
+  with pytest.raises(DataError, match='0/0 does not start with the 2 tokens'):
+    packing.pack_groups([small], [[0.0]], row_shapes=shapes)

@@ -1,0 +1,1 @@
+"""Configs: data only. base.py names every field; the others change a few."""

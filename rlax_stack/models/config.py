@@ -1,7 +1,8 @@
 """The shape of a decoder, as frozen data: one `ModelConfig` covers every family of the project.
 
-Llama 3.x, SmolLM2, Mistral, Qwen2/2.5 and Qwen3 dense differ only in the fields below. Not for the files that
-shapes are read from (`hf_config.py`, `gguf_config.py`). Invariant: a `ModelConfig` that exists is consistent.
+Llama 3.x, SmolLM2, Mistral, Qwen2/2.5 and Qwen3 dense differ only in the fields below. Not for the
+files that shapes are read from (`hf_config.py`, `gguf_config.py`). Invariant: a `ModelConfig` that
+exists is consistent.
 """
 
 import dataclasses
@@ -29,9 +30,10 @@ def _positive_float(owner: str, name: str, value: object) -> None:
 class RopeScaling:
   """How rotary frequencies are stretched beyond the context of pre-training.
 
-  kind: 'linear' divides every frequency by `factor`; 'llama3' divides the low ones, leaves the high ones and
-  blends in between (`low_freq_factor`, `high_freq_factor`, `original_max_position`, in tokens); 'factors'
-  divides frequency i by `factors[i]` (head_dim / 2 of them), as a GGUF's `rope_freqs` tensor says.
+  kind: 'linear' divides every frequency by `factor`; 'llama3' divides the low ones, leaves the high
+  ones and blends in between (`low_freq_factor`, `high_freq_factor`, and `original_max_position` in
+  tokens); 'factors' divides frequency i by `factors[i]` (head_dim / 2 of them), as a GGUF's
+  `rope_freqs` tensor says.
   """
 
   kind: str
@@ -54,7 +56,8 @@ class RopeScaling:
       )
     if (self.kind == 'factors') != bool(self.factors):
       raise ConfigError(
-        f"RopeScaling.factors belong to kind 'factors', got kind {self.kind!r} and {len(self.factors)} of them."
+        "RopeScaling.factors belong to kind 'factors', got kind "
+        f'{self.kind!r} and {len(self.factors)} of them.'
       )
     for value in self.factors:
       _positive_float('RopeScaling', 'factors', value)
@@ -64,9 +67,9 @@ class RopeScaling:
 class ModelConfig:
   """One decoder.
 
-  head_dim is even and need not be hidden_size / num_heads. attention_bias: q, k, v carry biases (Qwen2).
-  qk_norm: RMS norm over each head's q and k (Qwen3). sliding_window: a token sees that many tokens, itself
-  included; None sees all. max_context: tokens the model was trained to see.
+  head_dim is even and need not be hidden_size / num_heads. attention_bias: q, k, v carry biases
+  (Qwen2). qk_norm: RMS norm over each head's q and k (Qwen3). sliding_window: a token sees that
+  many tokens, itself included; None sees all. max_context: tokens the model was trained to see.
 
   Raises:
     ConfigError: a field, or two together, that no decoder can have.

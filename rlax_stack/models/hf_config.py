@@ -1,7 +1,7 @@
 """`config.json` of Hugging Face to `ModelConfig` and back.
 
-Only what the decoder really computes is accepted: a field that would change the mathematics (another
-activation, biases elsewhere, layers of mixed kinds) is refused by name, never ignored.
+Only what the decoder really computes is accepted: a field that would change the mathematics
+(another activation, biases elsewhere, layers of mixed kinds) is refused by name, never ignored.
 """
 
 from collections.abc import Mapping
@@ -35,12 +35,13 @@ def config_from_hf(fields: Mapping[str, Any]) -> ModelConfig:
   """Reads the fields of a `config.json` of a Llama, Mistral, Qwen2 or Qwen3 model.
 
   Raises:
-    ModelFileError: an unknown family, a missing or impossible field, or a feature that is not supported.
+    ModelFileError: an unknown family, a missing or impossible field, or an unsupported feature.
   """
   family = fields.get('model_type')
   if family not in _FAMILIES:
     raise ModelFileError(
-      f'config.json: model_type {family!r} is not supported. Use a model of type {", ".join(_FAMILIES)}.'
+      f'config.json: model_type {family!r} is not supported. '
+      f'Use a model of type {", ".join(_FAMILIES)}.'
     )
   merged = {**_DEFAULTS[family], **fields}
   _refuse_unsupported(family, merged)
@@ -131,7 +132,8 @@ def _derived_head_dim(hidden: Any, heads: Any) -> int:
   whole = all(isinstance(value, int) and value > 0 for value in (hidden, heads))
   if not whole or hidden % heads:
     raise ModelFileError(
-      f'config.json: num_attention_heads must divide hidden_size where head_dim is absent, got {heads!r} and {hidden!r}.'
+      'config.json: num_attention_heads must divide hidden_size where head_dim is absent, '
+      f'got {heads!r} and {hidden!r}.'
     )
   return hidden // heads
 
@@ -165,8 +167,8 @@ def _sliding_window(family: str, fields: Mapping[str, Any]) -> int | None:
     return None
   if kinds != {'sliding'}:
     raise ModelFileError(
-      f'config.json: layers of mixed attention ({sorted(kinds)}) are not supported. Set use_sliding_window to false '
-      'where the context is shorter than the window.'
+      f'config.json: layers of mixed attention ({sorted(kinds)}) are not supported. '
+      'Set use_sliding_window to false where the context is shorter than the window.'
     )
   return window
 
@@ -178,14 +180,14 @@ def _attention_kinds(fields: Mapping[str, Any]) -> set[str]:
   first, count = fields.get('max_window_layers', 28), fields.get('num_hidden_layers')
   if layers is not None or not isinstance(first, int) or not isinstance(count, int):
     raise ModelFileError(
-      'config.json: layer_types must be a list, max_window_layers and num_hidden_layers whole numbers, '
-      f'got {layers!r}, {first!r} and {count!r}.'
+      'config.json: layer_types must be a list, max_window_layers and num_hidden_layers whole '
+      f'numbers, got {layers!r}, {first!r} and {count!r}.'
     )
   return {'full' if i < first else 'sliding' for i in (0, count - 1)}
 
 
 def _rope(fields: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
-  """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+  """theta and scaling, from `rope_parameters` (transformers 5) or `rope_scaling` (4)."""
   new = fields.get('rope_parameters') or {}
   old = fields.get('rope_scaling') or {}
   if not isinstance(new, Mapping) or not isinstance(old, Mapping):
@@ -218,7 +220,7 @@ def _rope(fields: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
 
 
 def _is_plain_factors(rope: Mapping[str, Any]) -> bool:
-  """LongRoPE with one list for every length and no attention factor: what `config_to_hf` writes for 'factors'."""
+  """LongRoPE of one list for every length: what `config_to_hf` writes for 'factors'."""
   return rope.get('attention_factor') == 1.0 and rope.get('long_factor') == rope.get('short_factor')
 
 

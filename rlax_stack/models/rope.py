@@ -1,4 +1,4 @@
-"""Rotary frequencies of a config, in numpy: the one place that knows what each kind of scaling means."""
+"""Rotary frequencies of a config, in numpy: the one place that knows what each scaling means."""
 
 import math
 
@@ -10,8 +10,8 @@ from rlax_stack.models.config import ModelConfig, RopeScaling
 def rope_inverse_frequencies(config: ModelConfig) -> np.ndarray:
   """Angle per position of each rotary pair, radians.
 
-  Pair i turns by theta ** (-2i / head_dim), then scaled as `config.rope_scaling` says. Computed in float64 and
-  rounded once.
+  Pair i turns by theta ** (-2i / head_dim), then scaled as `config.rope_scaling` says. Computed in
+  float64 and rounded once.
 
   Returns: float32 [head_dim / 2].
   """
@@ -25,9 +25,9 @@ def rope_inverse_frequencies(config: ModelConfig) -> np.ndarray:
 def rope_factors(scaling: RopeScaling, frequencies: np.ndarray) -> np.ndarray:
   """What each unscaled frequency (float64 [head_dim / 2]) is divided by, float64 of the same shape.
 
-  For 'llama3', with L = original_max_position and wavelength w = 2 pi / f: 1 where w < L / high_freq_factor,
-  `factor` where w > L / low_freq_factor, and 1 / ((1 - s) / factor + s) between, where
-  s = (L / w - low_freq_factor) / (high_freq_factor - low_freq_factor).
+  For 'llama3', with L = original_max_position and wavelength w = 2 pi / f: 1 where
+  w < L / high_freq_factor, `factor` where w > L / low_freq_factor, and 1 / ((1 - s) / factor + s)
+  between, where s = (L / w - low_freq_factor) / (high_freq_factor - low_freq_factor).
   See "The Llama 3 Herd of Models" (https://arxiv.org/abs/2407.21783).
   """
   if scaling.kind == 'factors':

@@ -87,9 +87,7 @@ def test_token_uniforms_are_uniform():
 
 
 def test_numpy_rng_by_identity():
-  def draw(*identity):
-    return rng.numpy_rng(*identity).integers(2**62)
-
+  draw = lambda *identity: rng.numpy_rng(*identity).integers(2**62)
   assert draw(1, 'shuffle', 0) == draw(1, 'shuffle', 0)
   others = {
     draw(1, 'shuffle', 0),

@@ -150,7 +150,8 @@ def test_plain_and_linear_frequencies():
 
 def test_llama3_factors_at_both_ends_and_between():
   scaling = RopeScaling(kind='llama3', factor=8.0, original_max_position=100)
-  # turns within 100 tokens: 10 (high, untouched), 0.5 (low, divided), 2.5 (half way between 1 and 4)
+  # turns within 100 tokens: 10 (high, untouched), 0.5 (low, divided), 2.5 (half way between 1 and
+  # 4)
   frequencies = np.array([10.0, 0.5, 2.5]) * 2 * math.pi / 100
   np.testing.assert_allclose(
     rope_factors(scaling, frequencies), [1.0, 8.0, 1 / (0.5 / 8 + 0.5)], rtol=1e-12

@@ -80,8 +80,8 @@ def get_config():
   config.learner.epsilon = 1e-8  # AdamW
   config.learner.max_grad_norm = 1.0  # global-norm clip
   config.learner.updates_per_batch = 1  # optimizer steps on each batch
-  config.learner.row_lengths = (512, 1024)  # tokens of a packed row: the buckets that XLA compiles
-  config.learner.micro_batch_rows = 1  # rows per forward and backward pass
+  config.learner.row_length = 0  # tokens of a packed row; 0 fits the largest group, up to 2048
+  config.learner.micro_batch_tokens = 1024  # computed at once on one device; memory grows with it
   config.learner.remat = 'none'  # none | layer | dots: what the backward pass recomputes
   config.learner.max_skipped_steps = 5  # non-finite steps in a row that stop the run
   config.learner.mesh = ConfigDict()  # devices along each axis; their product is the devices used

@@ -116,8 +116,8 @@ class LearnerSection:
   epsilon: float
   max_grad_norm: float
   updates_per_batch: int
-  row_lengths: tuple[int, ...]
-  micro_batch_rows: int
+  row_length: int
+  micro_batch_tokens: int
   remat: str
   max_skipped_steps: int
   mesh: MeshSection

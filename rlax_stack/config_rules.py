@@ -37,7 +37,7 @@ _POSITIVE = (
   'learner.epsilon',
   'learner.max_grad_norm',
   'learner.updates_per_batch',
-  'learner.micro_batch_rows',
+  'learner.micro_batch_tokens',
   'learner.max_skipped_steps',
   'fleet.lease_timeout_s',
   'fleet.batch_timeout_s',
@@ -55,6 +55,7 @@ _NOT_NEGATIVE = (
   'objective.clip_low',
   'objective.clip_high',
   'objective.kl_coef',
+  'learner.row_length',
   'learner.warmup_steps',
   'learner.weight_decay',
   'fleet.max_staleness',
@@ -150,14 +151,11 @@ def _rollout_rules(config: RunConfig) -> Iterator[str]:
 
 def _learner_rules(config: RunConfig) -> Iterator[str]:
   learner, rollout = config.learner, config.rollout
-  lengths = learner.row_lengths
-  if not lengths or min(lengths) < 1 or list(lengths) != sorted(set(lengths)):
-    yield f'config.learner.row_lengths must grow and be above 0, got {lengths}.'
   longest = rollout.max_prompt_tokens + rollout.max_tokens
-  if lengths and longest > max(lengths):
+  if 0 < learner.row_length < longest:
     yield (
-      f'a sample may have config.rollout.max_prompt_tokens + max_tokens = {longest} tokens, but the '
-      f'longest row holds {max(lengths)}. Add a larger length to config.learner.row_lengths.'
+      f'a sample may have config.rollout.max_prompt_tokens + max_tokens = {longest} tokens, but '
+      f'config.learner.row_length={learner.row_length}. Set it to {longest} or more, or to 0.'
     )
   for axis in ('context', 'expert'):
     if getattr(learner.mesh, axis) != 1:
@@ -165,12 +163,6 @@ def _learner_rules(config: RunConfig) -> Iterator[str]:
   for axis in ('data', 'fsdp', 'tensor'):
     if getattr(learner.mesh, axis) < 1:
       yield f'config.learner.mesh.{axis} must be 1 or more.'
-  shards = learner.mesh.data * learner.mesh.fsdp
-  if learner.micro_batch_rows % shards:
-    yield (
-      f'config.learner.micro_batch_rows={learner.micro_batch_rows} must divide by '
-      f'mesh.data * mesh.fsdp = {shards}: every device takes the same number of rows.'
-    )
   if learner.warmup_steps >= config.steps:
     yield f'config.learner.warmup_steps={learner.warmup_steps} leaves no step of config.steps.'
 

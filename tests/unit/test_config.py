@@ -41,10 +41,10 @@ def test_every_config_loads_and_validates(name):
 
 
 def test_values_arrive_frozen_and_typed():
-  frozen = make(rollout__temperature=1, learner__row_lengths=(512, 2048), seed=7)
+  frozen = make(rollout__temperature=1, eval__pass_at=(1, 2), eval__samples=2, seed=7)
   assert frozen.seed == 7
   assert frozen.rollout.temperature == 1.0 and isinstance(frozen.rollout.temperature, float)
-  assert frozen.learner.row_lengths == (512, 2048)
+  assert frozen.eval.pass_at == (1, 2)
   assert frozen.rewards.verifiers == {'number': {'weight': 1.0}}
   with pytest.raises(dataclasses.FrozenInstanceError):
     frozen.seed = 8
@@ -52,7 +52,7 @@ def test_values_arrive_frozen_and_typed():
 
 def test_plain_form_is_json_like():
   plain = config_lib.to_plain(make())
-  assert plain['learner']['row_lengths'] == [512, 1024]
+  assert plain['eval']['pass_at'] == [1]
   assert plain['data']['eval']['task_options'] == {}
   assert plain['fleet'] == {
     'runtime': 'local',
@@ -92,9 +92,8 @@ def test_missing_and_mistyped_fields_are_named():
     ({'rollout__top_p': 0.0}, 'top_p must be above 0'),
     ({'rollout__top_p': 0.9, 'fleet__max_staleness': 1}, 'kept set'),
     ({'rollout__temperature': 0.0}, 'temperature=0 samples every group'),
-    ({'rollout__max_tokens': 2000}, '= 2256 tokens, but the longest row holds 1024'),
-    ({'learner__row_lengths': (512, 256)}, 'row_lengths must grow'),
-    ({'learner__mesh.data': 4}, r'must divide by mesh.data \* mesh.fsdp = 4'),
+    ({'learner__row_length': 500}, '= 512 tokens, but config.learner.row_length=500'),
+    ({'learner__mesh.data': 0}, 'mesh.data must be 1 or more'),
     ({'learner__mesh.context': 2}, 'mesh.context must be 1'),
     ({'learner__warmup_steps': 100}, 'leaves no step'),
     ({'data__train.kind': 'gsm8k'}, 'needs a path. Set config.data.train.path'),

@@ -110,9 +110,7 @@ def get_config():
   config.eval.correct_at = 1.0  # first verifier's score that counts as correct
 
   config.observe = ConfigDict()
-  config.observe.progress = (
-    'auto'  # auto | live | plain | off (auto: live on a terminal, else plain)
-  )
+  config.observe.progress = 'auto'  # auto (live on a terminal) | live | plain | off
   config.observe.tensorboard = True  # write event files
   config.observe.samples_per_step = 8  # rollouts written to samples/ each step
   config.observe.report = True  # reward curve and page at the end

@@ -18,5 +18,4 @@ def get_config():
   config.rollout.max_prompt_tokens = 64
   config.rollout.max_tokens = 16
   config.learner.learning_rate = 1e-5
-  config.learner.row_lengths = (128, 256)
   return config

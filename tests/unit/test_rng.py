@@ -87,7 +87,9 @@ def test_token_uniforms_are_uniform():
 
 
 def test_numpy_rng_by_identity():
-  draw = lambda *identity: rng.numpy_rng(*identity).integers(2**62)
+  def draw(*identity):
+    return rng.numpy_rng(*identity).integers(2**62)
+
   assert draw(1, 'shuffle', 0) == draw(1, 'shuffle', 0)
   others = {
     draw(1, 'shuffle', 0),

@@ -1,0 +1,70 @@
+"""Checks what a worker sends back and makes a group of it. Pure: no locks, no accounts."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlax_stack.errors import FleetError
+from rlax_stack.types import FinishReason, Group, Prompt, Source, Trajectory
+
+
+def check_delivery(group_id: int, group_size: int, trajectories: Sequence[Trajectory]) -> None:
+  """Raises FleetError unless these are all `group_size` scored samples of the group, each once, with one prompt.
+
+  A part of a group is refused: the samples that finish first are the short ones. A worker that cannot finish a
+  group gives the lease back (`Coordinator.fail`).
+  """
+  foreign = sorted({t.group_id for t in trajectories} - {group_id})
+  if foreign:
+    raise FleetError(
+      f'Trajectories of groups {foreign} were delivered under the lease of group {group_id}.'
+    )
+  indices = sorted(t.sample_index for t in trajectories)
+  if indices != list(range(group_size)):
+    raise FleetError(
+      f'Group {group_id} needs samples 0..{group_size - 1} once each, got {indices}. Deliver it whole.'
+    )
+  unscored = [t.sample_index for t in trajectories if t.reward is None]
+  if unscored:
+    raise FleetError(
+      f'Samples {unscored} of group {group_id} have no reward. Score them before delivery.'
+    )
+  first = prompt_tokens_of(trajectories[0])
+  if any(not np.array_equal(first, prompt_tokens_of(t)) for t in trajectories[1:]):
+    raise FleetError(f'The samples of group {group_id} do not start with the same prompt tokens.')
+
+
+def prompt_tokens_of(trajectory: Trajectory) -> np.ndarray:
+  """The leading run of PROMPT tokens, int32 [P]."""
+  others = np.flatnonzero(trajectory.source_t != Source.PROMPT)
+  return trajectory.tokens[: others[0] if others.size else len(trajectory.tokens)]
+
+
+def reward_failure(trajectory: Trajectory) -> str | None:
+  """Why the verdict cannot be trained on, or None; a reward that is not finite is a failed verdict."""
+  reward = trajectory.reward
+  if reward is None:
+    return 'not scored'
+  if reward.failure is not None:
+    return reward.failure
+  if reward.value is None or not math.isfinite(reward.value):
+    return f'reward is {reward.value}'
+  return None
+
+
+def is_usable(trajectory: Trajectory) -> bool:
+  """Whether the sample can be trained on: scored, not aborted, with at least one sampled token."""
+  aborted = trajectory.finish_reason == FinishReason.ABORT
+  return reward_failure(trajectory) is None and not aborted and trajectory.num_sampled > 0
+
+
+def make_group(group_id: int, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Group:
+  """A group of the given samples in order of their index."""
+  ordered = tuple(sorted(trajectories, key=lambda t: t.sample_index))
+  return Group(
+    group_id=group_id,
+    prompt=prompt,
+    prompt_tokens=prompt_tokens_of(ordered[0]),
+    trajectories=ordered,
+  )

@@ -87,7 +87,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
   with open(path, encoding='utf-8', errors='replace') as file:
     for line in file:
       try:
-        value = json.loads(line)
+        value = json.loads(line, parse_constant=_refuse_constant)
       except (ValueError, RecursionError):
         continue
       if isinstance(value, dict):
@@ -109,6 +109,11 @@ def keep_lines_up_to(path: Path, step: int) -> int:
 def write_lines_atomic(path: Path, values: Iterable[Any]) -> None:
   """Replaces `path` by one JSON line per value."""
   write_text_atomic(path, ''.join(map(dumps_line, values)))
+
+
+def _refuse_constant(text: str) -> Any:
+  """NaN and Infinity are not JSON; a line that holds one was not written here."""
+  raise ValueError(f'{text} is not JSON')
 
 
 def _step_of(value: Mapping[str, Any]) -> float:

@@ -85,8 +85,10 @@ def open_metrics(
   """Metrics to a JSON-lines file and to tensorboard event files.
 
   Args:
-    restored_step: the step that a checkpoint restored: later records of an earlier life are
-      removed, so that a resumed run has each step once. -1 starts the files afresh.
+    restored_step: the step that a checkpoint restored: records of later steps, from an earlier life
+      of the run, are removed, so that a resumed run has each step once. -1 starts the files afresh.
+
+  The files are opened in the sinks' threads: `flush()` before reading them back.
   """
   sinks: dict[str, Callable[[], Any]] = {}
   if jsonl_path is not None:

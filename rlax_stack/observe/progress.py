@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from absl import logging
@@ -141,6 +141,12 @@ class Progress:
     with self._lock:
       self._held_out.append(float(accuracy))
     self._line(f'step={step} held_out={accuracy:.3f}')
+
+  def restore(self, *, rewards: Sequence[float], held_out: Sequence[float]) -> None:
+    """Takes up the history of a resumed run, so that its trend starts where the run started."""
+    with self._lock:
+      self._rewards[:0] = [float(value) for value in rewards]
+      self._held_out[:0] = [float(value) for value in held_out]
 
   def message(self, text: str) -> None:
     """One line that stays, above the panel; control characters of `text` are made visible."""

@@ -77,7 +77,7 @@ def assemble(
         value[layer] = read(leaf, layer)
     else:
       value[...] = read(leaf, 0)
-    set_leaf(params, leaf.path, jax.block_until_ready(jnp.asarray(value)))
+    set_leaf(params, leaf.path, jax.block_until_ready(jax.device_put(value)))
   return params
 
 

@@ -52,7 +52,7 @@ class GGUFTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GGUFFile:
-  """An open file: metadata (numbers, strings, lists of strings, 1-D numpy arrays) and tensors by name."""
+  """An open file: metadata (numbers, strings, lists of strings, 1-D arrays), tensors by name."""
 
   path: pathlib.Path
   metadata: dict[str, Any]
@@ -74,11 +74,11 @@ def read_gguf(path: str | os.PathLike) -> GGUFFile:
   """
   path = pathlib.Path(path)
   try:
-    data = np.memmap(path, np.uint8, mode='r')
+    data = np.memmap(path, np.uint8, mode='r').view(np.ndarray)
   except (OSError, ValueError) as error:  # ValueError: an empty file
     raise ModelFileError(f'{path}: cannot be read ({error}). Check the path.') from error
   cursor = _Cursor(data, path.name)
-  if cursor.take(4).tobytes() != b'GGUF':
+  if cursor.take(4) != b'GGUF':
     raise ModelFileError(f'{path.name}: not a GGUF file. Check the path.')
   version = cursor.scalar('<I')
   if version not in (2, 3):
@@ -130,11 +130,11 @@ class _Cursor:
   """Walks through the header; every step is checked against the end of the file."""
 
   def __init__(self, data: np.ndarray, name: str):
-    self.data = data
+    self.data = memoryview(data)  # slices at a tenth of numpy's cost
     self.name = name
     self.position = 0
 
-  def take(self, size: int) -> np.ndarray:
+  def take(self, size: int) -> memoryview:
     """The next `size` bytes."""
     stop = self.position + size
     if stop > len(self.data):
@@ -162,7 +162,7 @@ class _Cursor:
   def string(self, limit: int) -> str:
     """A string of at most `limit` bytes. Bytes that are not UTF-8 (byte tokens) are kept as escapes."""
     size = self.count('bytes of a string', limit, item_bytes=1)
-    return self.take(size).tobytes().decode('utf-8', errors='surrogateescape')
+    return str(self.take(size), 'utf-8', errors='surrogateescape')
 
   def value(self, code: int) -> Any:
     """A metadata value of type `code`: a number, a string, or an array of either."""
@@ -186,7 +186,7 @@ class _Cursor:
     dtype = _SCALARS.get(code)
     if dtype is None:
       raise ModelFileError(f'{self.name}: metadata of unknown type {code}. {_CURE}')
-    raw = self.take(count * dtype.itemsize)
+    raw = np.frombuffer(self.take(count * dtype.itemsize), np.uint8)
     return raw != 0 if code == _BOOL else raw.copy().view(dtype)
 
   def tensor_info(self) -> tuple[str, BlockKind, tuple[int, ...], int]:

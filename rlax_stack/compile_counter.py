@@ -83,13 +83,13 @@ class CompileCounter:
   def __exit__(self, *unused: object) -> None:
     self.stop()
 
-  def _on_duration(self, event: str, duration_s: float, **metadata: str | int) -> None:
+  def _on_duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event == _REQUEST_EVENT:
       with self._lock:
-        self._seconds += duration_s
-        self._names.append(str(metadata.get('fun_name', 'unknown')))
+        self._seconds += duration_secs
+        self._names.append(str(kwargs.get('fun_name', 'unknown')))
 
-  def _on_event(self, event: str, **unused: str | int) -> None:
+  def _on_event(self, event: str, **kwargs: str | int) -> None:
     if event == _HIT_EVENT:
       with self._lock:
         self._cache_hits += 1

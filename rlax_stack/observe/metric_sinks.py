@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rlax_stack.observe.json_files import dumps_line, keep_lines_up_to
 
@@ -54,16 +55,18 @@ class TensorBoardSink:
     from tensorboardX import event_file_writer
     from tensorboardX.proto import event_pb2, summary_pb2
 
-    self._event = event_pb2.Event
-    self._summary = summary_pb2.Summary
+    events: Any = event_pb2  # generated at import, so a type checker sees nothing in them
+    summaries: Any = summary_pb2
+    self._event = events.Event
+    self._summary = summaries.Summary
     folder.mkdir(parents=True, exist_ok=True)
     resumed = any(folder.glob('events.out.tfevents.*'))
     # The library names files by the second; the suffix keeps two lives of a run in one second
     # apart.
     self._writer = event_file_writer.EventsWriter(str(folder / 'events'), f'.{time.time_ns()}')
     if resumed:
-      start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-      self._writer.write_event(event_pb2.Event(step=restored_step + 1, session_log=start))
+      start = events.SessionLog(status=events.SessionLog.START)
+      self._writer.write_event(events.Event(step=restored_step + 1, session_log=start))
     self.flush()
 
   def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:

@@ -46,8 +46,8 @@ class Progress:
     refresh_hz: float = 2.0,
     clock: Callable[[], float] = time.monotonic,
   ):
-    stream = stream if stream is not None else sys.stdout
-    self._stream = _QuietStream(stream)
+    output: Any = stream if stream is not None else sys.stdout
+    self._stream = _QuietStream(output)
     self._clock = clock
     self._lock = threading.Lock()
     self._title, self._total_steps = title, total_steps
@@ -58,10 +58,10 @@ class Progress:
     self._phase = ''
     self._start_s = self._phase_start_s = clock()
     self._arrivals: collections.deque[tuple[int, float]] = collections.deque(maxlen=_ETA_STEPS + 1)
-    self._ascii_only = 'utf' not in (getattr(stream, 'encoding', None) or '').lower()
+    self._ascii_only = 'utf' not in (getattr(output, 'encoding', None) or '').lower()
     self._live: Live | None = None
     self._undo_redirect: Callable[[], None] = lambda: None
-    if _is_terminal(stream):
+    if _is_terminal(output):
       console = Console(file=self._stream, force_terminal=True)  # type: ignore[arg-type]
       self._live = Live(
         console=console,

@@ -1,10 +1,8 @@
-"""The page at the end of a run: final figures, the reward curve, and some rollouts before and
-after.
+"""The page at the end of a run: final figures, reward curve, some rollouts before and after.
 
 One static file that works from disk: no network, no library. Text of a model is hostile: it travels
-as JSON
-in a data block and becomes text nodes only. Invariant: no string of a run ever becomes markup or
-script.
+as JSON in a data block and becomes text nodes only.
+Invariant: no string of a run ever becomes markup or script.
 """
 
 import base64

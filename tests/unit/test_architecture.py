@@ -133,6 +133,14 @@ def _functions(path: pathlib.Path) -> Iterator[ast.FunctionDef | ast.AsyncFuncti
       yield node
 
 
+def _code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+  """Lines of a function without its docstring, which may say as much as it needs to."""
+  lines = node.end_lineno - node.lineno + 1
+  if ast.get_docstring(node) is None:
+    return lines
+  return lines - (node.body[0].end_lineno - node.body[0].lineno + 1)
+
+
 def _public(path: pathlib.Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
   for node in _tree(path).body:
     named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
@@ -274,7 +282,7 @@ def test_files_and_functions_stay_small():
     if kernel or _label(path).startswith(('tests/', 'configs/')):
       continue
     for node in _functions(path):
-      lines = node.end_lineno - node.lineno + 1
+      lines = _code_lines(node)
       if lines > MAX_FUNCTION_LINES:
         faults.append(f'{_label(path)}:{node.lineno} {node.name} has {lines} lines')
   assert not faults, '\n'.join(faults)

@@ -139,9 +139,9 @@ class Decoder(nnx.Module):
     self.config = config
     self.embedder = Embedder(config, rngs=rngs)
     make_layers = nnx.vmap(
-      lambda layer_rngs: DecoderLayer(config, rngs=layer_rngs), in_axes=0, out_axes=0
+      lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key)), in_axes=0, out_axes=0
     )
-    self.layers = make_layers(rngs.split(config.num_layers))
+    self.layers = make_layers(jax.random.split(rngs.params(), config.num_layers))
     self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
     if not config.tie_embeddings:
       self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, rngs=rngs)

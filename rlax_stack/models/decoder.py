@@ -177,7 +177,12 @@ def remat_policy(name: str) -> Any:
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
   """Random float32 parameters: truncated normal kernels scaled by fan-in, embeddings of 0.02."""
-  return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(params=key)), nnx.Param))
+
+  @jax.jit  # one program instead of a compilation per tensor
+  def make(key: jax.Array) -> Params:
+    return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(params=key)), nnx.Param))
+
+  return make(key)
 
 
 @functools.lru_cache(maxsize=32)

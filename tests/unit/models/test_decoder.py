@@ -1,5 +1,7 @@
 """The decoder: against a plain numpy float64 forward pass, and its forms against each other."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,23 +133,23 @@ def test_serving_form_equals_the_scanned_one(params, tokens):
       )
     return decoder.final_norm(p, CONFIG, x)
 
-  want = decoder.hidden_states(params, CONFIG, tokens, positions_of(tokens), causal)
+  want = jax.jit(lambda p: decoder.hidden_states(p, CONFIG, tokens, positions_of(tokens), causal))(
+    params
+  )
   np.testing.assert_allclose(jax.jit(serve)(params), want, atol=1e-5)
 
 
 def test_aux_comes_back_per_layer(params, tokens):
-  _, (keys, values) = decoder.hidden_states_and_aux(
-    params, CONFIG, tokens, positions_of(tokens), lambda q, k, v: (causal(q, k, v), (k, v))
-  )
+  @jax.jit
+  def caches(tokens):
+    return decoder.hidden_states_and_aux(
+      params, CONFIG, tokens, positions_of(tokens), lambda q, k, v: (causal(q, k, v), (k, v))
+    )
+
+  _, (keys, values) = caches(tokens)
   assert keys.shape == values.shape == (3, 2, 12, 2, 8)
   # A causal model's keys do not depend on later tokens.
-  _, (short, _) = decoder.hidden_states_and_aux(
-    params,
-    CONFIG,
-    tokens[:, :5],
-    positions_of(tokens[:, :5]),
-    lambda q, k, v: (causal(q, k, v), (k, v)),
-  )
+  _, (short, _) = caches(tokens[:, :5])
   np.testing.assert_allclose(keys[:, :, :5], short, atol=1e-5)
 
 
@@ -159,9 +161,12 @@ def test_head_is_tied_or_not(params):
 
 
 def test_bfloat16_is_near_float32(params, tokens):
-  run = lambda dtype: decoder.hidden_states(  # noqa: E731
-    params, CONFIG, tokens, positions_of(tokens), causal, compute_dtype=dtype
-  )
+  @functools.partial(jax.jit, static_argnums=0)
+  def run(dtype):
+    return decoder.hidden_states(
+      params, CONFIG, tokens, positions_of(tokens), causal, compute_dtype=dtype
+    )
+
   half, full = run(jnp.bfloat16), run(jnp.float32)
   assert half.dtype == jnp.bfloat16
   np.testing.assert_allclose(half.astype(jnp.float32), full, atol=0.15)

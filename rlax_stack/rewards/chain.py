@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlax_stack.errors import ConfigError
+from rlax_stack.errors import ConfigError, RewardError
 from rlax_stack.rewards.pool import PoolTask, ProcessPool
 from rlax_stack.rewards.verifiers import VERIFIERS, Verifier
 from rlax_stack.types import Prompt, Reward
@@ -39,6 +39,11 @@ class RewardChain:
   ):
     """`pool` is needed if any verifier runs in it; `deadline_s` is for each such task."""
     self.parts = tuple(parts)
+    pooled = [part.label for part in self.parts if part.verifier.task is not None]
+    if pooled and pool is None:
+      raise RewardError(
+        f'the verifiers {pooled} run in a pool, but the chain was given none. Use build_chain.'
+      )
     self.failures: collections.Counter[str] = collections.Counter()
     self.num_scored = 0
     self._pool = pool

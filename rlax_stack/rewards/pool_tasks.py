@@ -77,15 +77,16 @@ def _scorer(task: str, task_options: str) -> Callable[[str | None, dict], float]
   return reasoning_gym_tasks.make_dataset(task, seed=0, size=1, task_options=kwargs).score_answer
 
 
-def sleep(payload: dict) -> float:
-  """Waits `seconds`, then answers 1.0: for testing deadlines."""
-  time.sleep(payload['seconds'])
-  return 1.0
+def probe(payload: dict) -> float:
+  """Takes `num_bytes` of memory, waits `seconds` and answers 1.0: shows that the pool's limits hold."""
+  taken = bytearray(payload.get('num_bytes', 0))
+  time.sleep(payload.get('seconds', 0))
+  return float(len(taken) == payload.get('num_bytes', 0))
 
 
 TASKS: dict[str, Callable[[dict], float]] = {
   'regex': regex,
   'math': math,
   'reasoning_gym': reasoning_gym,
-  'sleep': sleep,
+  'probe': probe,
 }

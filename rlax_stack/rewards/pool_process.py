@@ -53,16 +53,21 @@ class PoolProcess:
     self._inbox = b''
     command = [sys.executable, '-P', '-m', 'rlax_stack.rewards.pool_worker']
     command += [f'--memory-bytes={memory_bytes}', f'--preload={",".join(preload)}']
-    self._process = subprocess.Popen(
-      command,
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
-      env=_environment(),
-      start_new_session=True,  # Ctrl-C is for the parent, which still scores while it saves
-    )
-    self.request_fd = self._process.stdin.fileno()
-    self.reply_fd = self._process.stdout.fileno()
+    child_in, self.request_fd = os.pipe()
+    self.reply_fd, child_out = os.pipe()
+    try:
+      self._process = subprocess.Popen(
+        command,
+        stdin=child_in,
+        stdout=child_out,
+        stderr=subprocess.DEVNULL,
+        env=_environment(),
+        start_new_session=True,  # Ctrl-C is for the parent, which still scores while it saves
+      )
+    finally:
+      os.close(child_in)
+      os.close(child_out)
+    self._is_killed = False
     os.set_blocking(self.request_fd, False)
     os.set_blocking(self.reply_fd, False)
 
@@ -99,17 +104,17 @@ class PoolProcess:
       self.broken = f'the reward process is gone ({error.strerror})'
 
   def kill(self) -> None:
-    """SIGKILL to the child's whole process group; waits until it is gone."""
+    """SIGKILL to the child's whole process group; waits until it is gone. The second time it does nothing."""
+    if self._is_killed:
+      return
+    self._is_killed = True
     try:
       os.killpg(self._process.pid, signal.SIGKILL)
     except ProcessLookupError:
       pass
     self._process.wait()
-    self._process.stdout.close()
-    try:
-      self._process.stdin.close()
-    except BrokenPipeError:
-      pass
+    os.close(self.request_fd)
+    os.close(self.reply_fd)
 
   def _receive(self, data: bytes) -> None:
     if not data:

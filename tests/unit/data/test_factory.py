@@ -1,6 +1,7 @@
 """Sources by name, and from the config's sections."""
 
 import dataclasses
+import importlib.util
 import json
 
 import pytest
@@ -9,6 +10,11 @@ from rlax_stack.config import DataSection, SourceSection
 from rlax_stack.data import factory
 from rlax_stack.data.source import question_key
 from rlax_stack.errors import DataError
+
+needs_reasoning_gym = pytest.mark.skipif(
+  importlib.util.find_spec('reasoning_gym') is None, reason='reasoning-gym is not installed'
+)
+
 
 ONE_DIGIT = {'min_terms': 2, 'max_terms': 2, 'min_digits': 1, 'max_digits': 1}
 
@@ -68,8 +74,8 @@ def test_source_from_section_reads_what_its_kind_knows(path):
     factory.source_from_section(section(kind='csv'))
 
 
+@needs_reasoning_gym
 def test_train_and_eval_sources_share_no_problem():
-  pytest.importorskip('reasoning_gym', exc_type=ImportError)
   data = DataSection(train=section(), eval=section(size=64, seed=1), exclude_eval=True)
   train, held_out = factory.train_and_eval_sources(data)
   train_keys, held_out_keys = ({question_key(p) for p in source} for source in (train, held_out))

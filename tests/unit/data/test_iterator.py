@@ -46,20 +46,20 @@ def test_it_is_an_iterator_in_this_thread():
   assert threading.active_count() == threads
 
 
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(
-  st.integers(1, 9), st.integers(0, 30), st.integers(0, 30), st.integers(0, 2**32 - 1)
+  st.integers(1, 40), st.integers(0, 45), st.integers(0, 9), st.integers(0, 2**32 - 1)
 )
 def test_restored_goes_on_with_the_same_prompts(size, before, abandoned, seed):
   iterator = PromptIterator(make_source(size), seed=seed)
   take(iterator, before)
   state = json.loads(json.dumps(iterator.get_state()))
-  expected = take(iterator, 25)
+  expected = take(iterator, 12)
   other = PromptIterator(make_source(size), seed=seed)
   take(other, abandoned)
   other.set_state(state)
   assert (other.num_taken, other.epoch) == (before, before // size)
-  assert take(other, 25) == expected
+  assert take(other, 12) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Loading single tasks, and keeping hostile answers away from scorers that evaluate."""
 
+import importlib.util
 import subprocess
 import sys
 
@@ -8,7 +9,12 @@ import pytest
 from rlax_stack.errors import DataError
 from rlax_stack.rewards import pool_tasks, reasoning_gym_tasks
 
-pytest.importorskip('reasoning_gym', exc_type=ImportError)
+needs_reasoning_gym = pytest.mark.skipif(
+  importlib.util.find_spec('reasoning_gym') is None, reason='reasoning-gym is not installed'
+)
+
+
+pytestmark = needs_reasoning_gym
 
 _LOAD_ALONE = """
 import sys
@@ -33,6 +39,7 @@ def test_make_dataset_is_a_function_of_its_arguments():
   assert [first[0], first[1]] == [second[0], second[1]]
 
 
+@pytest.mark.slow  # this one needs the whole package
 def test_load_task_finds_nested_modules():
   dataset_cls, config_cls = reasoning_gym_tasks.load_task('gsm_symbolic')
   assert (dataset_cls.__name__, config_cls.__name__) == (
@@ -41,6 +48,7 @@ def test_load_task_finds_nested_modules():
   )
 
 
+@pytest.mark.slow
 def test_unknown_task_answers_with_the_nearest():
   with pytest.raises(DataError, match="no task 'chain_sums'. The nearest names are: chain_sum,"):
     reasoning_gym_tasks.load_task('chain_sums')

@@ -1,10 +1,16 @@
 """Values of every verifier, in process and as the pool would compute them."""
 
+import importlib.util
+
 import pytest
 
 from rlax_stack.errors import ConfigError, RewardError
 from rlax_stack.rewards import pool_tasks, verifiers
 from rlax_stack.types import Message, Prompt
+
+needs_reasoning_gym = pytest.mark.skipif(
+  importlib.util.find_spec('reasoning_gym') is None, reason='reasoning-gym is not installed'
+)
 
 
 def make_prompt(answer, **metadata):
@@ -121,8 +127,8 @@ def chain_sum_prompt():
     ('so 3', {'extract_how': 'tag'}, 0.0),
   ],
 )
+@needs_reasoning_gym
 def test_reasoning_gym(text, options, expected):
-  pytest.importorskip('reasoning_gym', exc_type=ImportError)
   assert value_of(verifiers.reasoning_gym(**options), text, chain_sum_prompt()) == expected
 
 

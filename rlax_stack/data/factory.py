@@ -5,24 +5,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from rlax_stack.config import DataSection, SourceSection
 from rlax_stack.data.gsm8k import gsm8k_source
 from rlax_stack.data.jsonl import jsonl_source
 from rlax_stack.data.procedural import reasoning_gym_source
 from rlax_stack.data.source import PromptSource
-from rlax_stack.data.split import exclude, take_side
+from rlax_stack.data.split import take_side
 from rlax_stack.errors import DataError
 
 SOURCES: dict[str, Callable[..., PromptSource]] = {
   'jsonl': jsonl_source,
   'reasoning_gym': reasoning_gym_source,
   'gsm8k': gsm8k_source,
-}
-# Fields of the config that each kind reads; the others have no meaning for it.
-_READS = {
-  'jsonl': ('path', 'prompt_template', 'answer_field', 'system_prompt'),
-  'gsm8k': ('path', 'split', 'prompt_template', 'system_prompt'),
-  'reasoning_gym': ('task', 'task_options', 'size', 'seed', 'prompt_template', 'system_prompt'),
 }
 
 
@@ -65,19 +58,3 @@ def build_source(
     raise DataError(f'the limit of a source must be at least 1, got {limit}.')
   source = take_side(SOURCES[kind](**options), side, held_out_every=held_out_every, salt=salt)
   return source if limit is None else PromptSource(source.name, source[:limit])
-
-
-def train_and_eval_sources(section: DataSection) -> tuple[PromptSource, PromptSource]:
-  """(train, eval) of `config.data`. With `exclude_eval`, no problem of eval occurs in train, compared by content.
-
-  Raises DataError if nothing is left to train on.
-  """
-  train, held_out = source_from_section(section.train), source_from_section(section.eval)
-  return (exclude(train, held_out) if section.exclude_eval else train), held_out
-
-
-def source_from_section(section: SourceSection) -> PromptSource:
-  """The source that one section of the config describes. For files a `size` above 0 takes the first so many."""
-  options = {name: getattr(section, name) for name in _READS.get(section.kind, ())}
-  limit = None if 'size' in options or section.size == 0 else section.size
-  return build_source(section.kind, limit=limit, **options)

@@ -7,13 +7,13 @@ from rlax_stack.data.source import PromptSource, check_template, fill_template, 
 from rlax_stack.errors import DataError
 from rlax_stack.types import Prompt
 
-SPLITS = ('train', 'test')
+SUBSETS = ('train', 'test')
 
 
 def gsm8k_source(
   path: str,
   *,
-  split: str = 'train',
+  subset: str = 'train',
   prompt_template: str = '{question}',
   system_prompt: str | None = None,
 ) -> PromptSource:
@@ -23,18 +23,18 @@ def gsm8k_source(
 
   Args:
     path: directory or file.
-    split: 'train' or 'test', which file of a directory to take.
+    subset: 'train' or 'test', which file of a directory to take.
     prompt_template: the user's turn; its only field is `question`.
     system_prompt: the system's turn, if any.
 
   Raises DataError if there is no such file, or a line lacks the fields or the '####'.
   """
-  if split not in SPLITS:
-    raise DataError(f'GSM8K has the splits {", ".join(SPLITS)}, got {split=}.')
+  if subset not in SUBSETS:
+    raise DataError(f'GSM8K has the subsets {", ".join(SUBSETS)}, got {subset=}.')
   check_template(prompt_template, ('question',), 'prompt_template')
   file = pathlib.Path(path)
   if file.is_dir():
-    file = file / f'{split}.jsonl'
+    file = file / f'{subset}.jsonl'
   if not file.is_file():
     raise DataError(
       f'there is no GSM8K at {file}. Set the path of a directory with train.jsonl and test.jsonl.'

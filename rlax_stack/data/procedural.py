@@ -25,21 +25,21 @@ def reasoning_gym_source(
   *,
   size: int = 500,
   seed: int = 0,
-  task_options: Mapping[str, Any] | None = None,
+  task_kwargs: Mapping[str, Any] | None = None,
   prompt_template: str = '{question}',
   system_prompt: str | None = None,
 ) -> PromptSource:
   """The distinct questions among `size` draws of a reasoning-gym task, in the order drawn.
 
   `prompt_id` is the task and a hash of the question, so the same problem has the same id under another size or seed.
-  `metadata` holds question, task, task_options and the whole entry.
+  `metadata` holds question, task, task_kwargs and the whole entry.
 
   Args:
     task: reasoning-gym's name, e.g. 'chain_sum'.
     size: draws; small tasks repeat themselves (one-digit sums of two terms: 200 distinct problems), so the source may
       be shorter.
     seed: of the draws.
-    task_options: the task's own options, e.g. {'min_terms': 2}.
+    task_kwargs: the task's own options, e.g. {'min_terms': 2}.
     prompt_template: the user's turn; its only field is `question`.
     system_prompt: the system's turn, if any.
 
@@ -48,9 +48,9 @@ def reasoning_gym_source(
   if size < 1:
     raise DataError(f'a reasoning-gym source needs size of at least 1, got {size=}.')
   check_template(prompt_template, ('question',), 'prompt_template')
-  kwargs = dict(task_options or {})
+  kwargs = dict(task_kwargs or {})
   try:
-    dataset = make_dataset(task, seed=seed, size=size, task_options=kwargs)
+    dataset = make_dataset(task, seed=seed, size=size, task_kwargs=kwargs)
   except ModuleNotFoundError as error:
     raise DataError(f'reasoning-gym tasks need a package: {error}.') from error
   prompts: dict[str, Prompt] = {}
@@ -66,7 +66,7 @@ def reasoning_gym_source(
         metadata={
           'question': entry['question'],
           'task': task,
-          'task_options': kwargs,
+          'task_kwargs': kwargs,
           'entry': entry,
         },
       )

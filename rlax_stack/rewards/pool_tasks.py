@@ -67,14 +67,14 @@ def reasoning_gym(payload: dict) -> float:
   task, answer = payload['task'], payload['answer']
   if answer is not None and not reasoning_gym_tasks.is_safe_answer(task, answer):
     answer = None  # such an answer could run as code inside the scorer; it is scored like no answer
-  scorer = _scorer(task, json.dumps(payload['task_options'], sort_keys=True))
+  scorer = _scorer(task, json.dumps(payload['task_kwargs'], sort_keys=True))
   return float(scorer(answer, payload['entry']))
 
 
 @functools.lru_cache(maxsize=128)
-def _scorer(task: str, task_options: str) -> Callable[[str | None, dict], float]:
-  kwargs = json.loads(task_options)
-  return reasoning_gym_tasks.make_dataset(task, seed=0, size=1, task_options=kwargs).score_answer
+def _scorer(task: str, task_kwargs: str) -> Callable[[str | None, dict], float]:
+  kwargs = json.loads(task_kwargs)
+  return reasoning_gym_tasks.make_dataset(task, seed=0, size=1, task_kwargs=kwargs).score_answer
 
 
 def probe(payload: dict) -> float:

@@ -50,18 +50,18 @@ def is_safe_answer(task: str, answer: str) -> bool:
   return pattern is None or ('__' not in answer and pattern.fullmatch(answer) is not None)
 
 
-def make_dataset(task: str, *, seed: int, size: int, task_options: Mapping[str, Any]) -> Any:
-  """reasoning-gym's dataset of `size` entries; entry i depends on (seed, i, task_options) only.
+def make_dataset(task: str, *, seed: int, size: int, task_kwargs: Mapping[str, Any]) -> Any:
+  """reasoning-gym's dataset of `size` entries; entry i depends on (seed, i, task_kwargs) only.
 
   Raises DataError for an unknown task (with the nearest names) or options that the task refuses.
   """
   dataset_cls, config_cls = load_task(task)
   try:
-    return dataset_cls(config_cls(seed=seed, size=size, **task_options))
+    return dataset_cls(config_cls(seed=seed, size=size, **task_kwargs))
   except (TypeError, ValueError, AssertionError) as error:
     fields = sorted(getattr(config_cls, '__dataclass_fields__', {}))
     raise DataError(
-      f'reasoning-gym task {task!r} refuses its options: {error}. Got task_options={dict(task_options)}, {seed=}, '
+      f'reasoning-gym task {task!r} refuses its options: {error}. Got task_kwargs={dict(task_kwargs)}, {seed=}, '
       f'{size=}; the task knows {", ".join(fields)}.'
     ) from error
 

@@ -133,12 +133,12 @@ def reasoning_gym(
   _check_extraction(extract_how, marker)
 
   def task(text: str, prompt: Prompt) -> PoolTask:
-    missing = [key for key in ('task', 'task_options', 'entry') if key not in prompt.metadata]
+    missing = [key for key in ('task', 'task_kwargs', 'entry') if key not in prompt.metadata]
     if missing:
       raise RewardError(
         f'prompt {prompt.prompt_id} is not from reasoning-gym: its metadata lacks {missing}'
       )
-    payload = {key: prompt.metadata[key] for key in ('task', 'task_options', 'entry')}
+    payload = {key: prompt.metadata[key] for key in ('task', 'task_kwargs', 'entry')}
     return PoolTask(
       'reasoning_gym', {**payload, 'answer': extract.extract_answer(text, extract_how, marker)}
     )

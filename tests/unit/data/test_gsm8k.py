@@ -27,7 +27,7 @@ def test_directory_and_file(tmp_path):
   ]
   assert [message.content for message in train[0].messages] == ['s', 'Solve: Q0?']
   assert dict(train[0].metadata) == {'question': 'Q0?', 'solution': 'So <<1+1=2>>2.'}
-  held_out = gsm8k_source(str(tmp_path), split='test')
+  held_out = gsm8k_source(str(tmp_path), subset='test')
   assert [(p.prompt_id, p.answer) for p in held_out] == [('gsm8k/test/1', '7')]
   assert [p.prompt_id for p in gsm8k_source(str(tmp_path / 'test.jsonl'))] == ['gsm8k/test/1']
 
@@ -35,8 +35,8 @@ def test_directory_and_file(tmp_path):
 def test_what_is_refused(tmp_path):
   with pytest.raises(DataError, match='no GSM8K at .*train.jsonl. Set the path of a directory'):
     gsm8k_source(str(tmp_path))
-  with pytest.raises(DataError, match="splits train, test, got split='dev'"):
-    gsm8k_source(str(tmp_path), split='dev')
+  with pytest.raises(DataError, match="subsets train, test, got subset='dev'"):
+    gsm8k_source(str(tmp_path), subset='dev')
   write(tmp_path / 'train.jsonl', '#### 1', 'no marker')
   with pytest.raises(DataError, match="train.jsonl, line 2: the answer has no '####'"):
     gsm8k_source(str(tmp_path))
@@ -47,7 +47,7 @@ def test_what_is_refused(tmp_path):
 @pytest.mark.skipif(not _REAL.is_dir(), reason='GSM8K does not lie beside the repository')
 def test_the_real_data():
   train = gsm8k_source(str(_REAL))
-  held_out = gsm8k_source(str(_REAL), split='test')
+  held_out = gsm8k_source(str(_REAL), subset='test')
   assert (len(train), len(held_out)) == (7473, 1319)
   assert held_out[0].answer == '18' and train[0].answer == '72'
   assert all(

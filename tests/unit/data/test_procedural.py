@@ -21,7 +21,7 @@ ONE_DIGIT = {'min_terms': 2, 'max_terms': 2, 'min_digits': 1, 'max_digits': 1}
 
 
 def test_one_digit_sums_of_two_terms_are_200_problems():
-  source = reasoning_gym_source('chain_sum', size=3000, task_options=ONE_DIGIT)
+  source = reasoning_gym_source('chain_sum', size=3000, task_kwargs=ONE_DIGIT)
   assert len(source) == 200
   expressions = {prompt.metadata['entry']['metadata']['expression'] for prompt in source}
   assert expressions == {f'{a} {op} {b}' for a in range(10) for b in range(10) for op in '+-'}
@@ -31,11 +31,11 @@ def test_one_digit_sums_of_two_terms_are_200_problems():
 
 
 def test_prompts_do_not_depend_on_size_and_carry_json():
-  few = reasoning_gym_source('chain_sum', size=20, seed=4, task_options=ONE_DIGIT)
-  many = reasoning_gym_source('chain_sum', size=200, seed=4, task_options=ONE_DIGIT)
+  few = reasoning_gym_source('chain_sum', size=20, seed=4, task_kwargs=ONE_DIGIT)
+  many = reasoning_gym_source('chain_sum', size=200, seed=4, task_kwargs=ONE_DIGIT)
   assert list(few) == list(many[: len(few)])
   assert json.loads(json.dumps(few[0].metadata)) == few[0].metadata
-  other = reasoning_gym_source('chain_sum', size=3000, seed=9, task_options=ONE_DIGIT)
+  other = reasoning_gym_source('chain_sum', size=3000, seed=9, task_kwargs=ONE_DIGIT)
   assert {prompt.prompt_id for prompt in few} <= {prompt.prompt_id for prompt in other}
 
 
@@ -59,7 +59,7 @@ def test_what_is_refused():
   with pytest.raises(DataError, match='size of at least 1, got size=0'):
     reasoning_gym_source('gcd', size=0)
   with pytest.raises(DataError, match="'gcd' refuses its options.*max_value"):
-    reasoning_gym_source('gcd', task_options={'largest': 3})
+    reasoning_gym_source('gcd', task_kwargs={'largest': 3})
   with pytest.raises(DataError, match="names the field 'answer'"):
     reasoning_gym_source('gcd', prompt_template='{answer}')
 

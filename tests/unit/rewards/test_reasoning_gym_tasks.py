@@ -19,8 +19,8 @@ pytestmark = needs_reasoning_gym
 _LOAD_ALONE = """
 import sys
 from rlax_stack.rewards.reasoning_gym_tasks import make_dataset
-dataset = make_dataset('chain_sum', seed=0, size=3, task_options={'max_terms': 2})
-assert dataset[0]['answer'] == make_dataset('chain_sum', seed=0, size=1, task_options={'max_terms': 2})[0]['answer']
+dataset = make_dataset('chain_sum', seed=0, size=3, task_kwargs={'max_terms': 2})
+assert dataset[0]['answer'] == make_dataset('chain_sum', seed=0, size=1, task_kwargs={'max_terms': 2})[0]['answer']
 left = [name for name in sys.modules if name.split('.')[0] in ('reasoning_gym', 'matplotlib', 'sympy', 'jax')]
 assert not left, left
 import reasoning_gym
@@ -34,8 +34,8 @@ def test_one_task_is_loaded_alone_and_the_package_still_imports():
 
 
 def test_make_dataset_is_a_function_of_its_arguments():
-  first = reasoning_gym_tasks.make_dataset('gcd', seed=3, size=2, task_options={})
-  second = reasoning_gym_tasks.make_dataset('gcd', seed=3, size=9, task_options={})
+  first = reasoning_gym_tasks.make_dataset('gcd', seed=3, size=2, task_kwargs={})
+  second = reasoning_gym_tasks.make_dataset('gcd', seed=3, size=9, task_kwargs={})
   assert [first[0], first[1]] == [second[0], second[1]]
 
 
@@ -57,7 +57,7 @@ def test_unknown_task_answers_with_the_nearest():
 @pytest.mark.parametrize('options', [{'min_term': 2}, {'min_terms': 0}, {'min_terms': 'two'}])
 def test_refused_options_name_the_known_ones(options):
   with pytest.raises(DataError, match="'chain_sum' refuses its options.*min_digits"):
-    reasoning_gym_tasks.make_dataset('chain_sum', seed=0, size=1, task_options=options)
+    reasoning_gym_tasks.make_dataset('chain_sum', seed=0, size=1, task_kwargs=options)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_is_safe_answer(task, answer, safe):
 
 def test_a_hostile_answer_is_scored_like_no_answer_and_not_run(tmp_path):
   mark = tmp_path / 'mark'
-  dataset = reasoning_gym_tasks.make_dataset('n_queens', seed=0, size=1, task_options={})
-  payload = {'task': 'n_queens', 'task_options': {}, 'entry': dataset[0]}
+  dataset = reasoning_gym_tasks.make_dataset('n_queens', seed=0, size=1, task_kwargs={})
+  payload = {'task': 'n_queens', 'task_kwargs': {}, 'entry': dataset[0]}
   hostile = f"__import__('pathlib').Path({str(mark)!r}).touch()"
   score = pool_tasks.reasoning_gym({**payload, 'answer': hostile})
   assert score == pool_tasks.reasoning_gym({**payload, 'answer': None}) == 0.0

@@ -114,7 +114,7 @@ def test_math_reads_the_end_of_a_long_text():
 
 def chain_sum_prompt():
   entry = {'question': '1 + 2 =', 'answer': '3', 'metadata': {}}
-  return make_prompt('3', task='chain_sum', task_options={}, entry=entry)
+  return make_prompt('3', task='chain_sum', task_kwargs={}, entry=entry)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_reasoning_gym(text, options, expected):
 
 
 def test_reasoning_gym_needs_its_own_prompts():
-  with pytest.raises(RewardError, match="lacks \\['task', 'task_options', 'entry'\\]"):
+  with pytest.raises(RewardError, match="lacks \\['task', 'task_kwargs', 'entry'\\]"):
     verifiers.reasoning_gym().task('3', make_prompt('3'))
 
 

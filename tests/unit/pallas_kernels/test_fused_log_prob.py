@@ -1,0 +1,145 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from rlax_stack import sharding
+from rlax_stack.pallas_kernels.fused_log_prob import FusedLogProb, fused_log_prob
+
+_WEIGHTS = (1.0, -0.3, 0.2)  # of log_prob, entropy and lse in the scalar that is differentiated
+
+
+def _inputs(count=37, width=16, vocab=101, dtype=jnp.float32, seed=0):
+  rng = np.random.default_rng(seed)
+  hidden = jnp.asarray(rng.normal(size=(count, width)), dtype)
+  head = jnp.asarray(rng.normal(size=(vocab, width)), dtype)
+  return hidden, head, jnp.asarray(rng.integers(0, vocab, count), jnp.int32)
+
+
+def _naive(hidden, head, targets, temperature=1.0):
+  logits = (hidden @ head.T).astype(jnp.float32) / temperature
+  log_p = jax.nn.log_softmax(logits)
+  entropy = -(jnp.exp(log_p) * log_p).sum(-1)
+  chosen = jnp.take_along_axis(log_p, targets[:, None], 1)[:, 0]
+  return FusedLogProb(chosen, entropy, jax.nn.logsumexp(logits, -1))
+
+
+@functools.partial(jax.jit, static_argnames=('score', 'chunk_size'))
+def _grads(hidden, head, targets, *, score=fused_log_prob, **kwargs):
+  per_row = jnp.linspace(0.5, 1.5, hidden.shape[0])
+
+  def scalar(hidden, head):
+    out = score(hidden, head, targets, **kwargs)
+    return sum(weight * (per_row * x).sum() for weight, x in zip(_WEIGHTS, out, strict=True))
+
+  return jax.grad(scalar, (0, 1))(hidden, head)
+
+
+@pytest.mark.parametrize('temperature', [1.0, 0.7])
+@pytest.mark.parametrize('chunk_size', [None, 8, 37])
+def test_values_equal_numpy_float64(temperature, chunk_size):
+  hidden, head, targets = _inputs()
+  out = fused_log_prob(hidden, head, targets, temperature=temperature, chunk_size=chunk_size)
+  logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / temperature
+  lse = np.log(np.exp(logits).sum(-1))
+  log_p = logits - lse[:, None]
+  np.testing.assert_allclose(out.log_prob, log_p[np.arange(37), targets], atol=2e-6, rtol=1e-6)
+  np.testing.assert_allclose(out.entropy, -(np.exp(log_p) * log_p).sum(-1), atol=2e-6, rtol=1e-6)
+  np.testing.assert_allclose(out.lse, lse, rtol=1e-6)
+  assert all(x.dtype == jnp.float32 for x in out)
+
+
+@pytest.mark.parametrize('chunk_size', [None, 8])
+def test_gradients_equal_autodiff_of_the_naive_form(chunk_size):
+  inputs = _inputs()
+  got = _grads(*inputs, temperature=0.7, chunk_size=chunk_size)
+  for x, y in zip(got, _grads(*inputs, temperature=0.7, score=_naive), strict=True):
+    np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
+
+
+def test_temperature_per_row():
+  hidden, head, targets = _inputs(count=4)
+  temperature = jnp.asarray([0.5, 1.0, 1.5, 2.0], jnp.float32)
+  out = fused_log_prob(hidden, head, targets, temperature=temperature, chunk_size=2)
+  for row in range(4):
+    at = slice(row, row + 1)
+    want = fused_log_prob(hidden[at], head, targets[at], temperature=float(temperature[row]))
+    np.testing.assert_allclose(out.log_prob[at], want.log_prob, rtol=1e-6)
+
+
+@pytest.mark.parametrize('chunk_size', [None, 8])
+def test_masked_rows_are_poison_proof(chunk_size):
+  hidden, head, targets = _inputs()
+  mask = jnp.arange(37) % 3 != 0
+  kwargs = {'mask': mask, 'chunk_size': chunk_size}
+  dirty = jnp.where(mask[:, None], hidden, jnp.nan)
+  wild = jnp.where(mask, targets, -7)
+  clean = fused_log_prob(hidden, head, targets, **kwargs)
+  poisoned = fused_log_prob(dirty, head, wild, **kwargs)
+  for x, y in zip(clean, poisoned, strict=True):
+    np.testing.assert_array_equal(x, y)
+    assert not np.asarray(y)[~np.asarray(mask)].any()
+  want = fused_log_prob(hidden[mask], head, targets[mask])
+  np.testing.assert_allclose(poisoned.log_prob[mask], want.log_prob, atol=1e-6)
+  d_hidden, d_head = _grads(dirty, head, wild, **kwargs)
+  for x, y in zip((d_hidden, d_head), _grads(hidden, head, targets, **kwargs), strict=True):
+    np.testing.assert_array_equal(x, y)
+  assert not np.asarray(d_hidden)[~np.asarray(mask)].any()
+
+
+def test_bfloat16_products_accumulate_in_float32():
+  hidden, head, targets = _inputs(dtype=jnp.bfloat16)
+  out = fused_log_prob(hidden, head.astype(jnp.float32), targets, chunk_size=8)
+  want = _naive(hidden.astype(jnp.float32), head.astype(jnp.float32), targets)
+  # Products of two bfloat16 numbers are exact in float32, so only the order of sums differs.
+  np.testing.assert_allclose(out.log_prob, want.log_prob, atol=1e-5, rtol=1e-5)
+  d_hidden, d_head = _grads(hidden, head.astype(jnp.float32), targets, chunk_size=8)
+  exact = _grads(hidden.astype(jnp.float32), head.astype(jnp.float32), targets, score=_naive)
+  assert (d_hidden.dtype, d_head.dtype) == (jnp.bfloat16, jnp.float32)
+  np.testing.assert_allclose(d_hidden.astype(jnp.float32), exact[0], atol=5e-2, rtol=2e-2)
+  np.testing.assert_allclose(d_head, exact[1], atol=5e-2, rtol=2e-2)
+
+
+def test_no_logits_of_all_rows():
+  inputs = _inputs(count=64, vocab=1031)
+  text = _grads.lower(*inputs, chunk_size=16).compile().as_text()
+  assert '64,1031]' not in text
+  assert '1031,64]' not in text
+  assert '16,1031]' in text
+  naive = _grads.lower(*inputs, score=_naive).compile().as_text()
+  assert '64,1031]' in naive
+
+
+def test_sharded_rows_and_vocabulary_equal_single():
+  mesh = sharding.make_mesh({'data': 2, 'fsdp': 2, 'tensor': 2}, jax.devices()[:8])
+  hidden, head, targets = _inputs(count=32, vocab=64)
+  rows = NamedSharding(mesh, P(('data', 'fsdp')))
+  placed = (
+    jax.device_put(hidden, rows),
+    jax.device_put(head, NamedSharding(mesh, P('tensor', 'fsdp'))),
+    jax.device_put(targets, rows),
+  )
+  for x, y in zip(
+    _grads(*placed, chunk_size=8), _grads(hidden, head, targets, chunk_size=8), strict=True
+  ):
+    np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
+
+
+def test_bad_arguments_are_refused():
+  hidden, head, targets = _inputs()
+  refused = [
+    ('Flatten', (hidden[None], head, targets), {}),
+    ('Flatten', (hidden, head[:, :3], targets), {}),
+    ('no rows', (hidden[:0], head, targets[:0]), {}),
+    ('targets must be int32', (hidden, head, targets.astype(jnp.float32)), {}),
+    ('mask must be bool', (hidden, head, targets), {'mask': targets}),
+    ('temperature must be > 0', (hidden, head, targets), {'temperature': 0.0}),
+    ('chunk_size', (hidden, head, targets), {'chunk_size': 0}),
+  ]
+  for words, args, kwargs in refused:
+    with pytest.raises(ValueError, match=words):
+      fused_log_prob(*args, **kwargs)

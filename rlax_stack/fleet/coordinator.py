@@ -10,7 +10,6 @@ The order of calls of the learner, for versions v = 0, 1, ...:
 the checkpoint of v + 1 after `mark_trained` (before or after `on_published(v + 1)`).
 """
 
-import collections
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +44,7 @@ class Coordinator:
     max_attempts: int = 5,
     max_reward_failure_fraction: float = 0.01,
     reward_failure_window: int = 256,
+    max_failed_groups_in_row: int = 8,
     no_worker_warning_s: float = 15.0,
     prompt_state: Callable[[], Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -61,6 +61,7 @@ class Coordinator:
       max_attempts: leases of one group that may fail before it is dropped.
       max_reward_failure_fraction: of the last `reward_failure_window` verdicts; more stops the run.
       reward_failure_window: in samples; the fraction counts once so many were scored.
+      max_failed_groups_in_row: so many groups in which every verdict failed stop the run.
       no_worker_warning_s: the learner warns where no group is leased and no worker was heard for so long.
       prompt_state: the prompt iterator's state as a JSON value, read in one instant with the rest by `state`.
       clock: monotonic seconds.
@@ -70,13 +71,14 @@ class Coordinator:
     """
     if groups_per_batch < 1 or max_staleness < 0:
       raise ValueError(
-        'groups_per_batch must be at least 1 and max_staleness at least 0, '
-        f'got {groups_per_batch=} and {max_staleness=}.'
+        f'Need groups_per_batch >= 1, max_staleness >= 0, got {groups_per_batch=}, {max_staleness=}.'
       )
     self._next_prompt, self._prompt_state, self._clock = next_prompt, prompt_state, clock
     self._groups_per_batch, self._max_staleness = groups_per_batch, max_staleness
     self._guard = RewardGuard(
-      max_failure_fraction=max_reward_failure_fraction, window=reward_failure_window
+      max_failure_fraction=max_reward_failure_fraction,
+      window=reward_failure_window,
+      max_failed_groups_in_row=max_failed_groups_in_row,
     )
     self._table = GroupTable(
       group_size=group_size,
@@ -93,10 +95,8 @@ class Coordinator:
     self._workers = WorkerWatch(
       warning_s=no_worker_warning_s, forget_s=2 * lease_timeout_s, clock=clock
     )
-    self._staleness: collections.Counter[int] = (
-      collections.Counter()
-    )  # trajectories by staleness, whole run
     self._batch_staleness: list[int] = []
+    self._max_staleness_seen = 0
     self._learner_wait_s = 0.0
     self._changed = threading.Condition()
 
@@ -198,7 +198,7 @@ class Coordinator:
         self._learner_wait_s += self._clock() - start_s
 
   def mark_trained(self, groups: Sequence[Group]) -> None:
-    """Ends the trajectories of a batch as trained; FleetError where a group is not with the learner."""
+    """Ends the trajectories of a batch as trained; FleetError where one is not the learner's."""
     with self._changed:
       self._table.end_taken(groups, Outcome.TRAINED)
 
@@ -232,10 +232,10 @@ class Coordinator:
       return {
         'version': self._version,
         # A batch that was taken and not trained is done again after a restore.
-        'batch_taken': self._batch_taken and not len(self._table.ids(TAKEN)),
+        'batch_taken': self._batch_taken and not self._table.ids(TAKEN),
         'groups': self._table.state(),
         'guard': self._guard.state(),
-        'staleness': [list(pair) for pair in sorted(self._staleness.items())],
+        'max_staleness_seen': self._max_staleness_seen,
         'prompt_state': None if self._prompt_state is None else self._prompt_state(),
       }
 
@@ -251,7 +251,7 @@ class Coordinator:
       try:
         self._table.restore(state['groups'])
         self._guard.restore(state['guard'])
-        self._staleness = collections.Counter({int(k): int(n) for k, n in state['staleness']})
+        self._max_staleness_seen = int(state['max_staleness_seen'])
         self._version, self._batch_taken = state['version'], bool(state['batch_taken'])
       except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
@@ -276,7 +276,7 @@ class Coordinator:
       return self._table.metrics() | {
         'fleet/staleness_mean': sum(batch) / len(batch),  # of the last batch, in versions
         'fleet/staleness_max': float(max(batch)),
-        'fleet/staleness_max_ever': float(max(self._staleness, default=0)),
+        'fleet/staleness_max_ever': float(self._max_staleness_seen),
         'fleet/reward_failures': float(self._guard.failed_total),
         'fleet/no_worker_warnings': float(self._workers.num_warnings),
         'fleet/learner_wait_s': self._learner_wait_s,
@@ -380,7 +380,7 @@ class Coordinator:
     self._batch_staleness = [
       version - t.oldest_version for group in groups for t in group.trajectories
     ]
-    self._staleness.update(self._batch_staleness)
+    self._max_staleness_seen = max(self._max_staleness_seen, *self._batch_staleness)
     self._changed.notify_all()
     return groups
 
@@ -388,9 +388,7 @@ class Coordinator:
     leftovers = self._table.ids(PENDING, LEASED, READY)  # not what the learner holds
     for group_id in leftovers:
       self._table.drop(group_id, Outcome.CANCELLED, 'cancelled')
-    logging.info(
-      'The prompts are used up; %d groups that fill no batch were cancelled.', len(leftovers)
-    )
+    logging.info('Prompts are used up; cancelled %d groups that fill no batch.', len(leftovers))
     self._changed.notify_all()
 
   def _situation(self) -> str:

@@ -11,7 +11,7 @@ class RewardGuard:
   """Watches the fraction of failed verdicts over the last samples, and groups that failed whole in a row."""
 
   def __init__(
-    self, *, max_failure_fraction: float, window: int = 256, max_failed_groups_in_row: int = 4
+    self, *, max_failure_fraction: float, window: int = 256, max_failed_groups_in_row: int = 8
   ):
     """Args: `window` in samples: the fraction counts from then on; `max_failure_fraction` in [0, 1]."""
     self._max_failure_fraction = max_failure_fraction

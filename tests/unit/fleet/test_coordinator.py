@@ -206,7 +206,8 @@ def test_stale_group_is_dropped_whole_and_replaced(make_coordinator, make_group)
   assert _ids(coordinator.next_batch(2, timeout_s=0)) == [1]
   assert coordinator.counts()['dropped_stale'] == 3
   metrics = coordinator.metrics()
-  assert metrics['fleet/staleness_mean'] == metrics['fleet/staleness_max'] == 1.0
+  for name in ('staleness_mean', 'staleness_max', 'staleness_max_ever'):
+    assert metrics[f'fleet/{name}'] == 1.0
   assert [lease.group_id for lease in _lease_all(coordinator)] == [2]
 
 
@@ -366,7 +367,7 @@ def test_close_and_cancel(make_coordinator, make_group):
   ],
 )
 def test_impossible_sizes_are_refused(make_coordinator, options):
-  with pytest.raises(ValueError, match='must be'):
+  with pytest.raises(ValueError, match='must be|Need'):
     make_coordinator(**options)
 
 
@@ -418,7 +419,7 @@ def test_restore_between_training_and_publishing(make_coordinator, make_group):
   assert isinstance(restored.lease('w'), Lease)
 
 
-@pytest.mark.parametrize('change', [{'groups': {}}, {'guard': None}, {'staleness': 3}])
+@pytest.mark.parametrize('change', [{'groups': {}}, {'guard': None}, {'max_staleness_seen': 'x'}])
 def test_malformed_state_is_refused_by_coordinator(make_coordinator, change):
   with pytest.raises(CheckpointError, match='Use an older'):
     make_coordinator().restore(make_coordinator().state() | change)

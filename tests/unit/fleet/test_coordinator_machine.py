@@ -51,6 +51,7 @@ class _Fleet:
       group_size=3,
       lease_timeout_s=10.0,
       max_reward_failure_fraction=1.0,
+      max_failed_groups_in_row=10**9,
       clock=lambda: self.now_s,
       prompt_state=lambda: self.next_index,
       **self.options,

@@ -63,9 +63,9 @@ def _comments(text: str) -> dict[int, tuple[str, bool]]:
   return found
 
 
-def _describe(node: ast.AST, comments: dict[int, tuple[str, bool]]) -> str:
+def _describe(node: ast.stmt, comments: dict[int, tuple[str, bool]]) -> str:
   """The comment at the end of the statement, else the block of comments right above it."""
-  end = comments.get(node.end_lineno)
+  end = comments.get(node.end_lineno or node.lineno)
   if end and not end[1]:
     return end[0]
   lines, line = [], node.lineno - 1
@@ -95,7 +95,7 @@ def _source_fields(tree: ast.Module, comments: dict[int, tuple[str, bool]]) -> l
   for node in ast.walk(_function(tree, 'source')):
     if isinstance(node, ast.Dict) and node.keys and all(node.keys):
       return [
-        Field(key.value, ast.unparse(value), comments.get(value.end_lineno, ('', False))[0])
+        Field(str(key.value), ast.unparse(value), comments.get(key.lineno, ('', False))[0])
         for key, value in zip(node.keys, node.values, strict=True)
         if isinstance(key, ast.Constant)
       ]

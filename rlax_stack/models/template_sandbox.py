@@ -21,7 +21,7 @@ from jinja2.visitor import NodeTransformer
 
 _SOURCE_LIMIT = 128 * 1024  # characters; the longest known templates have about 20 thousand
 _SIZE_LIMIT = 2**20  # characters of a string, items of a list, characters put out in one rendering
-_STEP_LIMIT = 100_000  # loop turns and macro calls in one rendering
+_STEP_LIMIT = 50_000  # loop turns and calls in one rendering
 _TIME_LIMIT_S = 5.0
 # What grows its input without bound, or differs from call to call.
 _DENIED_FILTERS = (
@@ -141,23 +141,12 @@ class _Metered(NodeTransformer):
   def visit_For(self, node: nodes.For) -> nodes.Node:
     self.generic_visit(node)
     node.iter = _meter('count_items', node.iter, lineno=node.lineno)
-    return self._tick(node)
-
-  def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-    self.generic_visit(node)
-    return self._tick(node)
-
-  visit_CallBlock = visit_Macro
-
-  def _tick(self, node: Any) -> Any:
-    tick = nodes.ExprStmt(_meter('tick', lineno=node.lineno), lineno=node.lineno)
-    node.body.insert(0, tick)
     return node
 
 
-def _meter(name: str, *args: nodes.Expr, lineno: int) -> nodes.Call:
+def _meter(name: str, argument: nodes.Expr, *, lineno: int) -> nodes.Call:
   function = nodes.EnvironmentAttribute(name, lineno=lineno)
-  return nodes.Call(function, list(args), [], None, None, lineno=lineno)
+  return nodes.Call(function, [argument], [], None, None, lineno=lineno)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -190,7 +179,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     self._budget.deadline = time.monotonic() + _TIME_LIMIT_S
 
   def tick(self) -> None:
-    """One turn of a loop, one call of a macro."""
+    """One turn of a loop, one call of a function, method or macro."""
     self._budget.steps += 1
     if self._budget.steps > _STEP_LIMIT:
       raise SecurityError(f'more than {_STEP_LIMIT} steps.')
@@ -198,7 +187,7 @@ class _Environment(ImmutableSandboxedEnvironment):
       raise SecurityError(f'more than {_TIME_LIMIT_S} s.')
 
   def count_items(self, items: Any) -> Any:
-    """What a loop runs over: ticks for each item that a condition of the loop may pass over."""
+    """What a loop runs over; ticks for each item, those that the loop passes over included."""
     if isinstance(items, Iterator):
       return self._ticking(items)
     for _ in items:
@@ -226,7 +215,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     return value
 
   def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls of methods, without those that grow a value without bound."""
+    """Calls, macros and recursive loops among them; refuses what grows a value without bound."""
+    self.tick()
     owner, name = getattr(function, '__self__', None), getattr(function, '__name__', '')
     if isinstance(owner, str | int) and name in _DENIED_METHODS:
       raise SecurityError(f'the method {name} is not allowed.')

@@ -1,7 +1,7 @@
 """Jinja in a sandbox with a budget, for programs that come out of model files.
 
 Jinja's immutable sandbox keeps a template from attributes and from changing what it is given. On
-top, loop turns and macro calls are counted, the time is watched, and every string, list and the
+top, loop turns and calls are counted, the time is watched, and every string, list and the
 whole output are capped, so that a hostile template ends with an error in bounded time and memory.
 """
 

@@ -6,6 +6,7 @@ Every mistake at the terminal becomes a ConfigError of one line. No device is to
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -55,7 +56,8 @@ def parse(
     raise ConfigError(_explain(argv, values, error)) from error
   if rest:
     raise ConfigError(f'unexpected argument {rest[0]!r}. Flags are written --name=value.')
-  config = from_config_dict(values['config'].value)
+  source: Any = values['config'].value  # a ConfigDict: the flag is required and was parsed
+  config = from_config_dict(source)
   config_rules.check(config)
   return config, values
 

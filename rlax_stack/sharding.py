@@ -45,7 +45,8 @@ class MeshShape:
 
 
 def make_mesh(
-  shape: MeshShape | Mapping[str, int], devices: Sequence[jax.Device] | None = None
+  shape: MeshShape | Mapping[str, int],
+  devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> Mesh:
   """Makes a mesh with the five named axes over exactly the devices given.
 
@@ -192,10 +193,17 @@ def param_logical_axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:
   return axes
 
 
+def _axes_of(entry: Any) -> tuple[str, ...]:
+  """Mesh axes of one entry of a spec: None, a name or several."""
+  if entry is None:
+    return ()
+  return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def check_divisible(name: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> None:
   """Raises ConfigError (dimension, size, axis, cure) where `shape` does not divide over `spec`."""
   for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
-    axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    axes = _axes_of(entry)
     parts = math.prod(mesh.shape[axis] for axis in axes)
     if size % parts:
       where = ' x '.join(f'{axis} {mesh.shape[axis]}' for axis in axes)

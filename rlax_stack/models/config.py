@@ -21,8 +21,8 @@ def _positive_int(owner: str, name: str, value: object, limit: int = _SIZE_LIMIT
 
 
 def _positive_float(owner: str, name: str, value: object) -> None:
-  number = isinstance(value, int | float) and not isinstance(value, bool)
-  if not number or not 0 < value < _FLOAT_LIMIT:  # NaN fails both comparisons
+  # NaN fails both comparisons.
+  if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _FLOAT_LIMIT:
     raise ConfigError(f'{owner}.{name} must be a finite number above 0, got {value!r}.')
 
 

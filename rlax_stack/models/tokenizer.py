@@ -96,7 +96,9 @@ class Tokenizer:
     """
     if self.chat_template is None:
       text = render_plain(messages, add_generation_prompt=add_generation_prompt)
-      return (self.id_to_piece(self.bos_id) or '') + text if self._add_bos else text
+      if self._add_bos and self.bos_id is not None:
+        return (self.id_to_piece(self.bos_id) or '') + text
+      return text
     return render_chat(
       self.chat_template,
       messages,

@@ -91,4 +91,5 @@ def pair_list(kinds: jax.Array) -> PairList:
   pairs = np.stack([row[below], q_block[below], kv_block[below]])
   wanted = kinds.reshape(-1)[np.flatnonzero(below)] != EMPTY
   order = jnp.argsort(~wanted, stable=True)
-  return PairList(*jnp.asarray(pairs)[:, order], wanted.sum(dtype=jnp.int32))
+  rows_of, queries_of, keys_of = jnp.asarray(pairs)[:, order]
+  return PairList(rows_of, queries_of, keys_of, wanted.sum(dtype=jnp.int32))

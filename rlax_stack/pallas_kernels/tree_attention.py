@@ -106,9 +106,8 @@ def _attend_rows(q, k, v, positions, subtree_end, *, window, scale, dense):
   ends = jnp.where(alone, 0, ends)  # the kernels leave such tokens out
   apart = alone[:, :, None, None]
   kernel = tree_attention_reference if dense else tree_attention_xla
-  out = kernel(
-    *(jnp.where(apart, 0, x) for x in (q, k, v)), positions, ends, window=window, scale=scale
-  )
+  masked_q, masked_k, masked_v = (jnp.where(apart, 0, x) for x in (q, k, v))
+  out = kernel(masked_q, masked_k, masked_v, positions, ends, window=window, scale=scale)
   own = jnp.repeat(v, q.shape[2] // k.shape[2], axis=2)
   return jnp.where(apart, own, out)
 

@@ -1,0 +1,244 @@
+"""Checkpoints of the learner and of everything that must agree with it, in one atomic commit
+(orbax).
+
+Not for publishing weights to workers. Invariants: a step directory either holds a whole commit or
+is ignored; what is restored is bit for bit what was saved, or it is refused (every array carries a
+checksum) and the step before it is used.
+"""
+
+import json
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from jax import lax
+
+from rlax_stack.errors import CheckpointError
+from rlax_stack.learner.state import LearnerState
+
+_FORMAT = 1
+
+
+class Restored(NamedTuple):
+  """What `Checkpointer.restore_latest` found."""
+
+  step: int
+  state: LearnerState
+  extras: dict[str, Any]
+
+
+class Checkpointer:
+  """Saves and restores steps under one directory.
+
+  Args:
+    directory: created where missing; unfinished saves in it are removed.
+    keep: newest steps kept.
+    asynchronous: True copies the state and writes in the background; an error surfaces at the next
+      `save`, `wait` or `close`.
+  """
+
+  def __init__(self, directory: str | pathlib.Path, *, keep: int = 2, asynchronous: bool = True):
+    self._directory = pathlib.Path(directory).absolute()
+    self._keep, self._asynchronous = keep, asynchronous
+    try:
+      self._directory.mkdir(parents=True, exist_ok=True)
+      self._manager = self._open()
+    except OSError as error:
+      raise CheckpointError(
+        f'cannot use {self._directory} for checkpoints: {error}. Choose another workdir.'
+      ) from error
+
+  def _open(self) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(
+      max_to_keep=self._keep,
+      enable_async_checkpointing=self._asynchronous,
+      cleanup_tmp_directories=True,
+    )
+    return ocp.CheckpointManager(self._directory, options=options)
+
+  def save(self, step: int, state: LearnerState, extras: Mapping[str, Any]) -> None:
+    """Commits `state` and `extras` as `step`, together or not at all.
+
+    Waits for the save before it, then blocks for one copy of the state at most; the state may be
+    donated as soon as this returns. Saving a step that exists already does nothing.
+
+    Args:
+      step: larger than every step saved before.
+      state: arrays, sharded in any way.
+      extras: JSON values: version, prompt iterator, ledger, random state, metrics position.
+
+    Raises:
+      CheckpointError: it cannot be written, or the save before it could not.
+    """
+    self.wait()
+    if step in self._manager.all_steps():
+      return
+    copy = _copy(state)
+    document = {'format': _FORMAT, 'checksums': _checksums(copy), 'extras': dict(extras)}
+    try:
+      self._manager.save(
+        step,
+        args=ocp.args.Composite(
+          params=ocp.args.StandardSave(copy.params),
+          rest=ocp.args.StandardSave(_rest(copy)),
+          document=ocp.args.JsonSave(document),
+        ),
+        force=True,
+      )
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+      raise CheckpointError(f'step {step} was not saved in {self._directory}: {error}') from error
+
+  def wait(self) -> None:
+    """Waits until what was saved is committed; CheckpointError where it was not."""
+    try:
+      self._manager.wait_until_finished()
+      self._manager.check_for_errors()
+    except Exception as error:  # whatever the writing thread died of
+      raise CheckpointError(
+        f'the last checkpoint was not written in {self._directory}: {error}'
+      ) from error
+
+  def steps(self) -> list[int]:
+    """Committed steps, oldest first."""
+    return sorted(self._manager.all_steps())
+
+  def restore_latest(self, target: LearnerState) -> Restored | None:
+    """The newest step that is whole, or None where nothing was ever committed.
+
+    A step that cannot be read, or whose checksums do not match, is logged as an error, moved to
+    `<directory>-damaged`, and the one before it is tried.
+
+    Args:
+      target: shapes, dtypes and shardings to restore into (`Learner.abstract_state()`).
+
+    Raises:
+      CheckpointError: there are steps and none can be restored.
+    """
+    self.wait()
+    steps, reasons, damaged = self.steps(), [], []
+    for step in reversed(steps):
+      try:
+        restored = self._restore(step, target)
+      except Exception as error:  # tensorstore, json and orbax raise whatever the damage makes them
+        logging.error(
+          'checkpoint step %d cannot be restored, trying the one before: %s', step, error
+        )
+        reasons.append(f'step {step}: {str(error).splitlines()[0] if str(error) else error!r}')
+        damaged.append(step)
+        continue
+      self._set_aside(damaged)
+      return restored
+    if steps:
+      raise CheckpointError(
+        f'no checkpoint in {self._directory} can be restored. {"; ".join(reasons)}. Restore the '
+        'directory from a copy, or start in a new workdir.'
+      )
+    return None
+
+  def close(self) -> None:
+    """Waits for the last save and frees the threads."""
+    self.wait()
+    self._manager.close()
+
+  def _restore(self, step: int, target: LearnerState) -> Restored:
+    found = self._manager.restore(
+      step,
+      args=ocp.args.Composite(
+        params=ocp.args.StandardRestore(target.params),
+        rest=ocp.args.StandardRestore(_rest(target)),
+        document=ocp.args.JsonRestore(),
+      ),
+    )
+    document, rest = found['document'], found['rest']
+    if document['format'] != _FORMAT:
+      raise CheckpointError(f'format {document["format"]} is not {_FORMAT}')
+    state = LearnerState(params=found['params'], **rest)
+    if _checksums(state) != document['checksums']:
+      raise CheckpointError('checksums do not match: the files were damaged')
+    return Restored(step, state, document['extras'])
+
+  def _set_aside(self, steps: list[int]) -> None:
+    """Moves damaged steps out of the way, so that their numbers can be saved again."""
+    if not steps:
+      return
+    self._manager.close()
+    aside = self._directory.parent / f'{self._directory.name}-damaged'
+    aside.mkdir(exist_ok=True)
+    for step in steps:
+      if (aside / str(step)).exists():
+        shutil.rmtree(aside / str(step))
+      (self._directory / str(step)).rename(aside / str(step))
+    self._manager = self._open()
+
+
+def load_checkpoint_params(directory: str | pathlib.Path, step: int | None = None) -> Any:
+  """The parameters of a committed step as numpy arrays, without optimizer state or a model at hand.
+
+  Args:
+    directory: the directory of a `Checkpointer`.
+    step: the newest when None.
+
+  Raises:
+    CheckpointError: no such directory or step, or one that cannot be read.
+  """
+  path = pathlib.Path(directory).absolute()
+  if not path.is_dir():
+    raise CheckpointError(f'no checkpoints in {path}: there is no such directory.')
+  with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+    steps = sorted(manager.all_steps())
+  if not steps or (step is not None and step not in steps):
+    raise CheckpointError(f'no checkpoint of step {step or "any"} in {path}, there are {steps}.')
+  commit = path / str(steps[-1] if step is None else step)
+  try:
+    params = _read_numpy(commit / 'params')
+    checksums = json.loads((commit / 'document' / 'metadata').read_text())['checksums']
+  except Exception as error:  # tensorstore, json and orbax raise whatever the damage makes them
+    raise CheckpointError(f'{commit} cannot be read: {error}') from error
+  # The parameters are the first field of the state, so their checksums come first.
+  words = (np.sum(leaf.view(np.uint32), dtype=np.uint32) for leaf in jax.tree.leaves(params))
+  if any(int(a) != b for a, b in zip(words, checksums, strict=False)):
+    raise CheckpointError(f'{commit} cannot be read: checksums do not match. Try an older step.')
+  return params
+
+
+def _read_numpy(item: pathlib.Path) -> Any:
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    tree = checkpointer.metadata(item).item_metadata.tree
+    as_numpy = jax.tree.map(
+      lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree, is_leaf=_is_metadata
+    )
+    return checkpointer.restore(item, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+
+
+def _is_metadata(value: Any) -> bool:
+  return hasattr(value, 'shape')
+
+
+def _rest(state: LearnerState) -> dict[str, Any]:
+  return {name: value for name, value in state._asdict().items() if name != 'params'}
+
+
+@jax.jit
+def _copy(state: LearnerState) -> LearnerState:
+  """A copy on the devices: the next step may take the state's buffers while this one is written."""
+  return jax.tree.map(jnp.copy, state)
+
+
+def _checksums(state: LearnerState) -> list[int]:
+  """One uint32 for each array, in tree order: the wrapped sum of its 32-bit words."""
+  return [int(x) for x in jax.device_get(_word_sums(jax.tree.leaves(state)))]
+
+
+@jax.jit
+def _word_sums(leaves: list[jax.Array]) -> list[jax.Array]:
+  def word_sum(leaf):
+    wide = leaf if leaf.dtype.itemsize == 4 else leaf.astype(jnp.float32)
+    return jnp.sum(lax.bitcast_convert_type(wide, jnp.uint32), dtype=jnp.uint32)
+
+  return [word_sum(leaf) for leaf in leaves]

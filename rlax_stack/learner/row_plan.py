@@ -1,0 +1,70 @@
+"""Static shapes of a run's rows, from the limits of its config, so that XLA compiles each program
+once.
+
+Not for packing itself. Invariant: a batch within the limits given always fits the plan.
+"""
+
+import dataclasses
+
+from rlax_stack.errors import ConfigError
+from rlax_stack.learner.packing import RowShape
+
+_TILE = 64  # row lengths are multiples of it: what attention blocks and matmuls like
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowPlan:
+  """`micro_batch_rows` rows of `shape` are computed at once, `max_micro_batches` times at most."""
+
+  shape: RowShape
+  micro_batch_rows: int
+  max_micro_batches: int
+
+
+def plan_rows(
+  *,
+  groups_per_batch: int,
+  group_size: int,
+  max_prompt_tokens: int,
+  max_tokens: int,
+  row_length: int = 0,
+  micro_batch_tokens: int = 1024,
+  data_parallel: int = 1,
+) -> RowPlan:
+  """Row length, rows per micro-batch and the largest number of micro-batches.
+
+  Args:
+    groups_per_batch: groups trained on at once.
+    group_size: samples of a group at most.
+    max_prompt_tokens: tokens of a prompt at most.
+    max_tokens: trained span of a completion at most, in tokens.
+    row_length: T; with 0 the longest possible group where that is at most 2,048 tokens (or else as
+      many
+      trajectories of a group as fit 2,048, one at least).
+    micro_batch_tokens: tokens computed at once on one device, about; memory grows with it.
+    data_parallel: devices that rows are split over.
+
+  Raises:
+    ConfigError: a row length in which one trajectory may not fit.
+  """
+  single = max_prompt_tokens + max_tokens - 1
+  branch = max(max_tokens - 1, 1)
+  if row_length and row_length < single:
+    raise ConfigError(
+      f'row_length {row_length} cannot hold a prompt of {max_prompt_tokens} and {max_tokens} '
+      f'sampled tokens. Set config.learner.row_length to {single} at least, or 0 to choose it.'
+    )
+  longest_group = max_prompt_tokens + group_size * branch
+  length = row_length or _round_up(min(longest_group, max(2048, single)), _TILE)
+  per_row = max((length - max_prompt_tokens) // branch, 1)
+  pieces = groups_per_batch * -(-group_size // per_row)
+  rows = _round_up(max(micro_batch_tokens // length, 1) * data_parallel, data_parallel)
+  return RowPlan(
+    shape=RowShape(length, max_tokens * min(group_size, per_row)),
+    micro_batch_rows=rows,
+    max_micro_batches=-(-pieces // rows),
+  )
+
+
+def _round_up(value: int, multiple: int) -> int:
+  return -(-value // multiple) * multiple

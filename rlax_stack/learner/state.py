@@ -1,0 +1,78 @@
+"""What the learner carries from step to step, as one pytree: parameters, optimizer, counters.
+
+Not for what belongs to the run (prompt iterator, ledger): the checkpoint stores that beside it.
+Invariant: `version` grows by exactly 1 with every batch, whether its update was applied or skipped.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlax_stack.sharding import param_shardings
+
+
+class LearnerState(NamedTuple):
+  """All counters are int32 scalars."""
+
+  params: Any  # float32 master weights, the nested dict of models/decoder.py
+  opt_state: Any
+  version: jax.Array  # batches trained: the weights version that comes out of the last one
+  step: jax.Array  # optimizer updates tried
+  skipped: jax.Array  # updates skipped for a non-finite loss or gradient, since the start
+  skipped_in_row: jax.Array  # the same, since the last update that was applied
+
+
+def state_shardings(state: Any, mesh: Mesh) -> Any:
+  """NamedSharding of every leaf: moments as their parameters, counters replicated."""
+  replicated = NamedSharding(mesh, PartitionSpec())
+  return LearnerState(
+    params=param_shardings(state.params, mesh),
+    opt_state=param_shardings(state.opt_state, mesh),
+    version=replicated,
+    step=replicated,
+    skipped=replicated,
+    skipped_in_row=replicated,
+  )
+
+
+def abstract_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
+  """Shapes, dtypes and shardings of a state over `params` (arrays or shapes); allocates nothing."""
+  shapes = jax.eval_shape(lambda p: _fresh(p, optimizer), params)
+  return jax.tree.map(
+    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+    shapes,
+    state_shardings(shapes, mesh),
+  )
+
+
+def init_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> LearnerState:
+  """A fresh state on `mesh`; the arrays of `params` are copied, the caller keeps its own.
+
+  Args:
+    params: nested dict of arrays of any float dtype; the master copy is float32.
+    optimizer: from `optimizer.make_optimizer`.
+    mesh: from `sharding.make_mesh`.
+
+  Returns: LearnerState at version 0.
+  """
+  shardings = state_shardings(abstract_state(params, optimizer, mesh), mesh)
+  # Through the host: a state is donated at every step, so it must not share buffers with the
+  # caller.
+  host = jax.tree.map(lambda leaf: np.array(leaf, dtype=np.float32), params)
+  placed = jax.tree.map(jax.device_put, host, shardings.params)
+  return jax.jit(lambda p: _fresh(p, optimizer), out_shardings=shardings, donate_argnums=0)(placed)
+
+
+def _fresh(params: Any, optimizer: optax.GradientTransformation) -> LearnerState:
+  master = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+  zero = jnp.zeros((), jnp.int32)
+  return LearnerState(master, optimizer.init(master), zero, zero, zero, zero)
+
+
+def updates_applied(state: LearnerState) -> jax.Array:
+  """Number of updates that changed the parameters, int32 scalar: where the schedule stands."""
+  return state.step - state.skipped

@@ -1,0 +1,116 @@
+"""A tiny decoder and batches of made-up trajectories for the learner's tests."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlax_stack.learner.learner import Learner, LearnerSettings
+from rlax_stack.learner.optimizer import OptimizerSettings
+from rlax_stack.learner.packing import RowShape
+from rlax_stack.learner.row_plan import RowPlan
+from rlax_stack.learner.scoring import ForwardSettings
+from rlax_stack.learner.train_step import LossSettings
+from rlax_stack.models import decoder
+from rlax_stack.models.config import ModelConfig
+from rlax_stack.sharding import make_mesh
+from rlax_stack.types import FinishReason, Group, Prompt, Reward, Source, Trajectory
+
+
+def _trajectory(rng, config, group_id, index, prompt, length, reward):
+  tokens = np.concatenate([prompt, rng.integers(0, config.vocab_size, length)]).astype(np.int32)
+  sampled = np.arange(len(tokens)) >= len(prompt)
+  log_probs = np.where(sampled, -rng.exponential(3.0, len(tokens)), 0.0).astype(np.float32)
+  return Trajectory(
+    group_id=group_id,
+    sample_index=index,
+    prompt_id=f'p{group_id}',
+    tokens=tokens,
+    source_t=np.where(sampled, Source.POLICY, Source.PROMPT).astype(np.int8),
+    mask_t=sampled,
+    behaviour_log_probs_t=log_probs,
+    raw_log_probs_t=log_probs,
+    version_t=np.where(sampled, 0, -1).astype(np.int32),
+    finish_reason=FinishReason.STOP,
+    reward=Reward(value=float(reward)),
+  )
+
+
+def _groups(config, seed=0, sizes=(3, 2, 4), prompt_lengths=(5, 3, 8)):
+  rng = np.random.default_rng(seed)
+  groups = []
+  for group_id, (size, prompt_length) in enumerate(zip(sizes, prompt_lengths, strict=True)):
+    prompt = rng.integers(0, config.vocab_size, prompt_length).astype(np.int32)
+    rewards = rng.permutation(size)
+    trajectories = tuple(
+      _trajectory(rng, config, group_id, i, prompt, int(rng.integers(2, 8)), rewards[i])
+      for i in range(size)
+    )
+    task = Prompt(prompt_id=f'p{group_id}', messages=(), answer='')
+    groups.append(
+      Group(group_id=group_id, prompt=task, prompt_tokens=prompt, trajectories=trajectories)
+    )
+  return groups
+
+
+@pytest.fixture(scope='session')
+def tiny():
+  """Config of a decoder whose every dimension divides by 2."""
+  return ModelConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+  )
+
+
+@pytest.fixture(scope='session')
+def tiny_params(tiny):
+  """Float32 parameters, drawn without compiling anything; distributions are peaked."""
+  rng = np.random.default_rng(0)
+
+  def draw(path, leaf):
+    if path[-1].key == 'scale':
+      return np.ones(leaf.shape, np.float32)
+    return (0.4 * rng.standard_normal(leaf.shape)).astype(np.float32)
+
+  return jax.tree_util.tree_map_with_path(draw, decoder.abstract_params(tiny))
+
+
+@pytest.fixture(scope='session')
+def make_groups(tiny):
+  """Function (seed, sizes, prompt_lengths) -> ragged groups with rewards 0, 1, 2, ..."""
+  return lambda **kwargs: _groups(tiny, **kwargs)
+
+
+@pytest.fixture(scope='session')
+def settings():
+  """Float32 settings: one micro-batch of four rows of 48 tokens."""
+  return LearnerSettings(
+    rows=RowPlan(shape=RowShape(48, 48), micro_batch_rows=4, max_micro_batches=2),
+    forward=ForwardSettings(compute_dtype=jnp.float32),
+    loss=LossSettings(),
+    optimizer=OptimizerSettings(learning_rate=1e-2, max_grad_norm=1e9),
+  )
+
+
+@pytest.fixture(scope='session')
+def make_learner(tiny, tiny_params, settings):
+  """Function (mesh sizes, replaced LearnerSettings fields) -> a fresh Learner."""
+
+  def make(mesh=None, params=None, config=tiny, **replace):
+    sizes = mesh or {}
+    count = int(np.prod(list(sizes.values()) or [1]))
+    return Learner(
+      config,
+      tiny_params if params is None else params,
+      dataclasses.replace(settings, **replace),
+      make_mesh(sizes, jax.devices()[:count]),
+    )
+
+  return make

@@ -1,0 +1,278 @@
+"""The decode engine: prefill, insert, generate over static slots, with a shared prefix table.
+
+Shaped like JetStream's engine interface (its method and argument names), with what RL adds: prefixes stored once and
+referenced by rows, per-row sampling and identity keys, processed and raw log-probs and the weights version per token,
+several steps per host round trip. Parameters are an argument of every call. The state is donated: use the returned one.
+Who runs when is the scheduler's business (scheduler.py), not the engine's.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlax_stack import rng
+from rlax_stack.models import decoder
+from rlax_stack.models.config import ModelConfig
+from rlax_stack.pallas_kernels.shared_prefix_decode import WorkList, shared_prefix_decode
+from rlax_stack.rollout import prefill as prefill_lib
+from rlax_stack.rollout import serving
+from rlax_stack.rollout.engine_state import (
+  LENGTH,
+  RUNNING,
+  STOPPED,
+  DecodeState,
+  EngineConfig,
+  NewRows,
+  Prefix,
+  ResultTokens,
+  RowState,
+  empty_state,
+)
+from rlax_stack.rollout.sampler import Sampled, sample
+from rlax_stack.rollout.serving import ServingParams
+
+
+def _accept(rows: RowState, drawn: Sampled, who: jax.Array) -> RowState:
+  """Rows `who` [M] take the drawn token at the position after their newest one."""
+  advance = who.astype(jnp.int32)
+  count = rows.count + advance
+  stopped = jnp.any(rows.stop_ids == drawn.token[:, None], axis=1)
+  finish = jnp.where(stopped, STOPPED, jnp.where(count >= rows.max_tokens, LENGTH, RUNNING))
+  finish = jnp.where(who, finish, rows.finish).astype(jnp.int32)
+  return rows._replace(
+    token=jnp.where(who, drawn.token, rows.token),
+    position=rows.position + advance,
+    count=count,
+    finish=finish,
+    active=jnp.where(who, finish == RUNNING, rows.active),
+  )
+
+
+def _logits(
+  config: ModelConfig,
+  engine: EngineConfig,
+  params: ServingParams,
+  state: DecodeState,
+  work: WorkList,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Logits [V, M] after each row's newest token, and the suffix KV with that token in it."""
+  rows = state.rows
+  suffix_k, suffix_v = state.suffix_k, state.suffix_v
+  slots = jnp.arange(engine.slots, dtype=jnp.int32)
+  index = jnp.clip(rows.count - 1, 0, engine.suffix_blocks * engine.suffix_block - 1)
+  block, place = index // engine.suffix_block, index % engine.suffix_block
+  suffix_length = jnp.where(rows.active, rows.count, 0)
+  # The barrier keeps sine and cosine from being computed again in every layer.
+  sin, cos = jax.lax.optimization_barrier(serving.column_rotation(config, rows.position))
+  x = decoder.embed(params.model, rows.token, engine.compute_dtype).T
+  for i, layer in enumerate(params.layers):
+    q, k, v = serving.project_qkv(layer, config, x, sin, cos)
+    at = (i, block, slots, slice(None), place)
+    suffix_k = suffix_k.at[at].set(k, unique_indices=True, mode='promise_in_bounds')
+    suffix_v = suffix_v.at[at].set(v, unique_indices=True, mode='promise_in_bounds')
+    attended = shared_prefix_decode(
+      q,
+      state.prefix_k,
+      state.prefix_v,
+      suffix_k,
+      suffix_v,
+      rows.position + 1 - rows.count,
+      suffix_length,
+      work,
+      layer=i,
+      window=config.sliding_window,
+    )
+    x = serving.finish_layer(layer, config, x, attended)
+  return serving.logits_of(params, config, x), suffix_k, suffix_v
+
+
+def _generate(
+  config: ModelConfig,
+  engine: EngineConfig,
+  params: ServingParams,
+  state: DecodeState,
+  work: WorkList,
+  version: jax.Array,
+  steps: jax.Array,
+  stop_after: jax.Array,
+) -> tuple[DecodeState, ResultTokens]:
+  shape = (engine.chunk_steps, engine.slots)
+  result = ResultTokens(
+    tokens=jnp.zeros(shape, jnp.int32),
+    log_probs=jnp.zeros(shape, jnp.float32),
+    raw_log_probs=jnp.zeros(shape, jnp.float32),
+    versions=jnp.full(shape, version, jnp.int32),
+    valid=jnp.zeros(shape, jnp.bool_),
+    finish=state.rows.finish,
+    steps=jnp.int32(0),
+  )
+  before = jnp.sum(state.rows.active)
+
+  def going(carry: tuple[RowState, Any, Any, ResultTokens]) -> jax.Array:
+    rows, _, _, result = carry
+    running = jnp.sum(rows.active)
+    finished = (stop_after > 0) & (before - running >= stop_after)
+    return (result.steps < steps) & (running > 0) & ~finished
+
+  def step(
+    carry: tuple[RowState, Any, Any, ResultTokens],
+  ) -> tuple[RowState, Any, Any, ResultTokens]:
+    rows, suffix_k, suffix_v, result = carry
+    current = state._replace(rows=rows, suffix_k=suffix_k, suffix_v=suffix_v)
+    logits, suffix_k, suffix_v = _logits(config, engine, params, current, work)
+    drawn = sample(logits, rng.token_uniforms(rows.key, rows.position + 1), rows.sampling)
+    i = result.steps
+    who = rows.active
+    rows = _accept(rows, drawn, who)
+    result = result._replace(
+      tokens=result.tokens.at[i].set(drawn.token),
+      log_probs=result.log_probs.at[i].set(drawn.log_prob),
+      raw_log_probs=result.raw_log_probs.at[i].set(drawn.raw_log_prob),
+      valid=result.valid.at[i].set(who),
+      finish=rows.finish,
+      steps=i + 1,
+    )
+    return rows, suffix_k, suffix_v, result
+
+  carry = (state.rows, state.suffix_k, state.suffix_v, result)
+  rows, suffix_k, suffix_v, result = jax.lax.while_loop(going, step, carry)
+  return state._replace(rows=rows, suffix_k=suffix_k, suffix_v=suffix_v), result
+
+
+def _start_rows(
+  prefix_logits: jax.Array, rows: RowState, new: NewRows, version: jax.Array
+) -> tuple[RowState, ResultTokens]:
+  """Starts rows and draws their first tokens from their prompts' stored logits."""
+  drawn = sample(
+    prefix_logits[new.entry].T, rng.token_uniforms(new.key, new.prompt_length), new.sampling
+  )
+  values = rows._replace(
+    position=new.prompt_length - 1,
+    count=jnp.zeros_like(rows.count),
+    max_tokens=new.max_tokens,
+    sampling=new.sampling,
+    key=new.key,
+    stop_ids=new.stop_ids,
+  )
+
+  def pick(value: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(new.start.reshape((-1,) + (1,) * (old.ndim - 1)), value, old)
+
+  rows = _accept(jax.tree.map(pick, values, rows), drawn, new.start)
+  return rows, ResultTokens(
+    tokens=drawn.token[None],
+    log_probs=drawn.log_prob[None],
+    raw_log_probs=drawn.raw_log_prob[None],
+    versions=jnp.full_like(drawn.token, version)[None],
+    valid=new.start[None],
+    finish=rows.finish,
+    steps=jnp.int32(1),
+  )
+
+
+def _store_prefix(
+  engine: EngineConfig, prefix: Prefix, state: DecodeState, pages: jax.Array, entries: jax.Array
+) -> DecodeState:
+  layers, batch, length, kv, dim = prefix.k.shape
+  split = (layers, batch * (length // engine.page_size), engine.page_size, kv, dim)
+
+  def store(table: jax.Array, new: jax.Array) -> jax.Array:
+    return table.at[:, pages.reshape(-1)].set(
+      new.reshape(split).transpose(0, 1, 3, 2, 4), mode='drop'
+    )
+
+  return state._replace(
+    prefix_k=store(state.prefix_k, prefix.k),
+    prefix_v=store(state.prefix_v, prefix.v),
+    prefix_logits=state.prefix_logits.at[entries].set(prefix.logits, mode='drop'),
+  )
+
+
+class Engine:
+  """Compiled programs of one model and one set of static sizes; holds neither weights nor state."""
+
+  def __init__(self, config: ModelConfig, engine_config: EngineConfig):
+    self.config = config
+    self.engine_config = engine_config
+    self._prefill = jax.jit(functools.partial(prefill_lib.prefill, config, engine_config))
+    self._store = jax.jit(functools.partial(_store_prefix, engine_config), donate_argnums=1)
+    self._start = jax.jit(_start_rows, donate_argnums=1)
+    self._generate = jax.jit(functools.partial(_generate, config, engine_config), donate_argnums=1)
+    self._release = jax.jit(lambda active, slot: active.at[slot].set(False), donate_argnums=0)
+    self._fuse = jax.jit(functools.partial(serving.fuse_layer, dtype=engine_config.compute_dtype))
+
+  @property
+  def max_concurrent_decodes(self) -> int:
+    """Rows decoded together."""
+    return self.engine_config.slots
+
+  @property
+  def max_prefill_length(self) -> int:
+    """Longest prompt in tokens."""
+    return self.engine_config.max_prompt_tokens
+
+  def load_params(self, params: decoder.Params) -> ServingParams:
+    """Serving form of a parameter tree (models/decoder.py) in the compute dtype."""
+    dtype = self.engine_config.compute_dtype
+    # One small program, run once a layer: compiling the whole conversion at once takes seconds.
+    layers = tuple(self._fuse(params['layers'], np.int32(i)) for i in range(self.config.num_layers))
+    return ServingParams(jax.tree.map(lambda x: jnp.asarray(x, dtype), params), layers)
+
+  def init_decode_state(self) -> DecodeState:
+    """Empty tables and idle slots."""
+    return empty_state(self.config, self.engine_config)
+
+  def prefill(
+    self, *, params: ServingParams, padded_tokens: np.ndarray, true_length: np.ndarray
+  ) -> Prefix:
+    """Prompts int32 [B, P], padded at the end, of true_length int32 [B] tokens; compiled once per (B, P)."""
+    return self._prefill(params, padded_tokens, true_length)
+
+  def insert(
+    self, prefix: Prefix, decode_state: DecodeState, pages: np.ndarray, entries: np.ndarray
+  ) -> DecodeState:
+    """Stores prefilled prompts in the prefix table, once each; rows refer to them.
+
+    Args:
+      prefix: of B prompts padded to P tokens.
+      decode_state: donated.
+      pages: int32 [B, P / page_size], where each page goes; `prefix_pages` (out of range) drops a page.
+      entries: int32 [B], where the last logits go; `slots` (out of range) drops them.
+    """
+    return self._store(prefix, decode_state, pages, entries)
+
+  def bulk_insert(
+    self, decode_state: DecodeState, new: NewRows, version: int
+  ) -> tuple[DecodeState, ResultTokens]:
+    """Starts rows on stored prefixes and samples their first tokens (N = 1)."""
+    rows, result = self._start(
+      decode_state.prefix_logits, decode_state.rows, new, np.int32(version)
+    )
+    return decode_state._replace(rows=rows), result
+
+  def generate(
+    self,
+    params: ServingParams,
+    decode_state: DecodeState,
+    work: WorkList,
+    *,
+    version: int,
+    steps: int,
+    stop_after: int = 0,
+  ) -> tuple[DecodeState, ResultTokens]:
+    """Up to `steps` (at most chunk_steps) decode steps in one call.
+
+    Ends early when no row is active, or with `stop_after` > 0 once that many rows have finished in this call.
+    """
+    return self._generate(
+      params, decode_state, work, np.int32(version), np.int32(steps), np.int32(stop_after)
+    )
+
+  def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
+    """Stops a row; its tokens so far stay with whoever read them."""
+    rows = decode_state.rows
+    active = self._release(rows.active, np.int32(slot))
+    return decode_state._replace(rows=rows._replace(active=active))

@@ -104,3 +104,12 @@ def test_param_logical_axes_reads_the_last_two_keys():
   assert sharding.param_logical_axes(path, 3) == ('layers', 'heads', 'embed')
   with pytest.raises(ConfigError, match='rank 2'):
     sharding.param_logical_axes(path, 2)
+
+
+def test_mesh_axes_of_a_logical_axis():
+  rules = sharding.LogicalRules({'rows': ('data', 'fsdp'), 'heads': 'tensor', 'embed': None})
+  assert rules.mesh_axes('rows') == ('data', 'fsdp')
+  assert rules.mesh_axes('heads') == ('tensor',)
+  assert rules.mesh_axes('embed') == rules.mesh_axes(None) == ()
+  with pytest.raises(ConfigError, match="unknown logical axis 'head'"):
+    rules.mesh_axes('head')

@@ -135,3 +135,9 @@ def test_other_files_are_refused(read, tmp_path, gguf_bytes):
     read_gguf(tmp_path / 'nothing.gguf')
   with pytest.raises(ModelFileError, match='alignment'):
     read(gguf_bytes({'general.alignment': 3}, {}))
+
+
+def test_block_sizes_in_bytes():
+  assert BLOCK_KINDS[8].size_bytes(64) == 2 * (2 + 32)
+  assert BLOCK_KINDS[2].size_bytes(64) == 2 * (2 + 16)
+  assert BLOCK_KINDS[3].size_bytes(64) == 2 * (4 + 16)

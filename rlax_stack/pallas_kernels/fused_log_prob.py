@@ -1,20 +1,24 @@
 """Log-probability and entropy of target tokens straight from hidden states, one tile of logits at a time.
 
-For: training and scoring, where [N, V] logits would be the largest array of the step. Rows of `hidden` are
-taken in chunks; a chunk's [C, V] tile of logits lives only inside one turn of a loop, and the backward pass
-computes it again. Not for: sampling, which needs the logits themselves.
+For: training and scoring, where [N, V] logits would be the largest array of the step. The vocabulary is taken
+in chunks; a tile of logits [N, C] lives only inside one turn of a loop, stays in cache, and is computed again
+by the backward pass. Each chunk owns its rows of the head, so the head's gradient is written once, not summed.
+Not for: sampling, which needs the logits themselves.
 
-Invariant: no array larger than a tile of [chunk_size, V] or the head's own gradient is ever formed, and a
-masked row reads and writes nothing, whatever its hidden state holds.
+Invariant: no array larger than a tile or the head is ever formed, and a masked row reads and writes nothing,
+whatever its hidden state holds.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-_TILE_ELEMENTS = 2**25  # 128 MiB of float32
+_CHUNK = 2048  # vocabulary entries per tile
+_TILE_ELEMENTS = 2**24  # 64 MiB of float32
+_ABSENT = -1e30  # logit of an entry that only pads the vocabulary
 
 
 class FusedLogProb(NamedTuple):
@@ -26,7 +30,7 @@ class FusedLogProb(NamedTuple):
 
 
 class _Rows(NamedTuple):
-  """What belongs to each row, [N, ...] or chunked [S, C, ...]."""
+  """What belongs to each row."""
 
   hidden: jax.Array  # [N, D]
   targets: jax.Array  # int32 [N]
@@ -55,8 +59,9 @@ def fused_log_prob(
     targets: int32 [N], in [0, V) where the mask is True.
     mask: bool [N]; where False the outputs are 0 and no gradient flows, even if hidden is NaN. None: all True.
     temperature: > 0, one number or float32 [N]; divides the logits before the softmax. No gradient.
-    chunk_size: rows per tile; None gives tiles of at most 128 MiB. Rows of a chunk are taken at a stride, so
-      that rows split over devices stay split within each chunk.
+    chunk_size: vocabulary entries per tile, at most; None chooses, with tiles of at most 64 MiB. A chunk takes
+      its entries at a stride, so that a vocabulary split over devices stays split within each chunk. A
+      vocabulary that does not divide is padded, at the cost of a copy of the head.
 
   Returns:
     FusedLogProb(log_prob, entropy, lse).
@@ -69,18 +74,8 @@ def fused_log_prob(
     hidden = jnp.where(mask[:, None], hidden, 0)
     targets = jnp.where(mask, targets, 0)
   temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (count,))
-  chunk = min(chunk_size or max(8, _TILE_ELEMENTS // vocab), count)
-  steps = -(-count // chunk)
-  chunk = -(-count // steps)  # as even as can be
-  pad = steps * chunk - count
-  rows = _Rows(
-    jnp.pad(hidden, ((0, pad), (0, 0))),
-    jnp.pad(targets, (0, pad)),
-    jnp.pad(temperature, (0, pad), constant_values=1),
-  )
-  rows = jax.tree.map(lambda x: x.reshape(chunk, steps, *x.shape[1:]).swapaxes(0, 1), rows)
-  out = _score(rows, head)
-  out = FusedLogProb(*(x.swapaxes(0, 1).reshape(-1)[:count] for x in out))
+  chunk = chunk_size or max(128, min(_CHUNK, _TILE_ELEMENTS // count))
+  out = _score(_num_steps(vocab, chunk), _Rows(hidden, targets, temperature), head)
   if mask is not None:
     out = FusedLogProb(*(jnp.where(mask, x, 0) for x in out))
   return out
@@ -108,74 +103,81 @@ def _check(hidden, head, targets, mask, temperature, chunk_size):
   return count, head.shape[0]
 
 
-def _logits(hidden, head, temperature):
-  """float32 [C, V], divided by the temperature."""
-  product = jnp.einsum('cd,vd->cv', hidden, head, preferred_element_type=jnp.float32)
-  return product / temperature[:, None]
+def _num_steps(vocab, chunk):
+  """Chunks to cut the vocabulary into: a divisor close by if there is one, so that nothing is padded."""
+  least = -(-vocab // chunk)
+  close = (steps for steps in range(least, 4 * least + 1) if vocab % steps == 0)
+  return next(close, least)
 
 
-def _score_rows(rows, head):
-  """One chunk: FusedLogProb of [C]."""
-  logits = _logits(rows.hidden, head, rows.temperature)
-  top = logits.max(-1)
-  shifted = logits - top[:, None]
-  total = jnp.exp(shifted).sum(-1)
-  # Behind a barrier so that each sum computes its exponentials as it reads, rather than store them.
-  again = lax.optimization_barrier(shifted)
-  mean = (jnp.exp(again) * again).sum(-1) / total
-  chosen = jnp.take_along_axis(logits, rows.targets[:, None], axis=-1)[:, 0]
+def _strided(head, steps, dtype):
+  """[V, D] -> [C, steps, D]: entry v sits at [v // steps, v % steps]; padded at the end."""
+  pad = -head.shape[0] % steps
+  if pad:
+    head = jnp.pad(head, ((0, pad), (0, 0)))
+  return head.astype(dtype).reshape(-1, steps, head.shape[1])
+
+
+def _tile(step, rows, blocks, vocab):
+  """One chunk: its rows of the head [C, D], logits float32 [N, C], and bool [N, C] of the targets."""
+  size, steps, _ = blocks.shape
+  block = lax.dynamic_index_in_dim(blocks, step, axis=1, keepdims=False)
+  logits = jnp.einsum('nd,cd->nc', rows.hidden, block, preferred_element_type=jnp.float32)
+  logits = logits / rows.temperature[:, None]
+  entries = jnp.arange(size, dtype=jnp.int32) * steps + step
+  if size * steps != vocab:
+    logits = jnp.where((entries < vocab)[None], logits, _ABSENT)
+  return block, logits, entries[None] == rows.targets[:, None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _score(steps, rows, head):
+  blocks = _strided(head, steps, rows.hidden.dtype)
+
+  def visit(step, state):
+    top, total, spread, chosen = state
+    _, logits, hit = _tile(step, rows, blocks, head.shape[0])
+    new_top = jnp.maximum(top, logits.max(-1))
+    shifted = logits - new_top[:, None]
+    weights = jnp.exp(shifted)
+    shrink = jnp.exp(top - new_top)
+    # `spread` is the sum of weight times shifted logit, so it moves with the maximum.
+    spread = shrink * (spread + total * (top - new_top)) + (weights * shifted).sum(-1)
+    total = shrink * total + weights.sum(-1)
+    return new_top, total, spread, chosen + jnp.where(hit, logits, 0).sum(-1)
+
+  zeros = jnp.zeros(rows.targets.shape, jnp.float32)
+  start = (zeros + _ABSENT, zeros, zeros, zeros)
+  top, total, spread, chosen = lax.fori_loop(0, steps, visit, start)
   lse = top + jnp.log(total)
-  return FusedLogProb(chosen - lse, jnp.log(total) - mean, lse)
+  return FusedLogProb(chosen - lse, jnp.log(total) - spread / total, lse)
 
 
-@jax.custom_vjp
-def _score(rows, head):
-  cast = head.astype(rows.hidden.dtype)
-  if rows.targets.shape[0] == 1:
-    out = _score_rows(jax.tree.map(lambda x: x[0], rows), cast)
-    return jax.tree.map(lambda x: x[None], out)
-  return lax.map(lambda chunk: _score_rows(chunk, cast), rows)
-
-
-def _score_fwd(rows, head):
-  out = _score(rows, head)
+def _score_fwd(steps, rows, head):
+  out = _score(steps, rows, head)
   return out, (rows, head, out)
 
 
-def _score_bwd(residuals, cotangents):
+def _score_bwd(steps, residuals, cotangents):
   rows, head, out = residuals
-  cast = head.astype(rows.hidden.dtype)
-
-  def visit(d_head, chunk):
-    rows, out, cotangents = chunk
-    d_hidden, d_head_here = _rows_gradient(rows, cast, out, cotangents)
-    return d_head + d_head_here, d_hidden
-
-  chunks = (rows, out, cotangents)
-  if rows.targets.shape[0] == 1:
-    d_hidden, d_head = _rows_gradient(
-      *jax.tree.map(lambda x: x[0], (rows,)),
-      cast,
-      *(jax.tree.map(lambda x: x[0], x) for x in (out, cotangents)),
-    )
-    d_hidden = d_hidden[None]
-  else:
-    d_head, d_hidden = lax.scan(visit, jnp.zeros(head.shape, jnp.float32), chunks)
-  return _Rows(d_hidden, None, None), d_head.astype(head.dtype)
-
-
-def _rows_gradient(rows, head, out, cotangents):
-  """One chunk: d hidden [C, D] in the dtype of hidden, d head float32 [V, D]."""
-  logits = _logits(rows.hidden, head, rows.temperature)
-  log_p = logits - out.lse[:, None]
+  blocks = _strided(head, steps, rows.hidden.dtype)
   a, b, c = (x / rows.temperature for x in cotangents)
-  d_logits = jnp.exp(log_p) * ((c - a - b * out.entropy)[:, None] - b[:, None] * log_p)
-  vocab = lax.broadcasted_iota(jnp.int32, d_logits.shape, 1)
-  d_logits = jnp.where(vocab == rows.targets[:, None], d_logits + a[:, None], d_logits)
-  d_logits = d_logits.astype(rows.hidden.dtype)
-  d_hidden = jnp.einsum('cv,vd->cd', d_logits, head, preferred_element_type=jnp.float32)
-  d_head = jnp.einsum('cv,cd->vd', d_logits, rows.hidden, preferred_element_type=jnp.float32)
-  return d_hidden.astype(rows.hidden.dtype), d_head
+  level = c - a - b * out.entropy
+
+  def visit(step, state):
+    d_hidden, d_blocks = state
+    block, logits, hit = _tile(step, rows, blocks, head.shape[0])
+    log_p = logits - out.lse[:, None]
+    d_logits = jnp.exp(log_p) * (level[:, None] - b[:, None] * log_p)
+    d_logits = jnp.where(hit, d_logits + a[:, None], d_logits).astype(rows.hidden.dtype)
+    d_hidden += jnp.einsum('nc,cd->nd', d_logits, block, preferred_element_type=jnp.float32)
+    d_block = jnp.einsum('nc,nd->cd', d_logits, rows.hidden, preferred_element_type=jnp.float32)
+    return d_hidden, lax.dynamic_update_index_in_dim(d_blocks, d_block, step, axis=1)
+
+  start = (jnp.zeros(rows.hidden.shape, jnp.float32), jnp.zeros(blocks.shape, jnp.float32))
+  d_hidden, d_blocks = lax.fori_loop(0, steps, visit, start)
+  d_head = d_blocks.reshape(-1, head.shape[1])[: head.shape[0]]
+  return _Rows(d_hidden.astype(rows.hidden.dtype), None, None), d_head.astype(head.dtype)
 
 
 _score.defvjp(_score_fwd, _score_bwd)

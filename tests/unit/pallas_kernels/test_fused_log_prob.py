@@ -20,6 +20,10 @@ def _inputs(count=37, width=16, vocab=101, dtype=jnp.float32, seed=0):
   return hidden, head, jnp.asarray(rng.integers(0, vocab, count), jnp.int32)
 
 
+_score = jax.jit(fused_log_prob, static_argnames=('chunk_size',))
+
+
+@jax.jit
 def _naive(hidden, head, targets, temperature=1.0):
   logits = (hidden @ head.T).astype(jnp.float32) / temperature
   log_p = jax.nn.log_softmax(logits)
@@ -40,10 +44,10 @@ def _grads(hidden, head, targets, *, score=fused_log_prob, **kwargs):
 
 
 @pytest.mark.parametrize('temperature', [1.0, 0.7])
-@pytest.mark.parametrize('chunk_size', [None, 8, 37])
+@pytest.mark.parametrize('chunk_size', [None, 8])
 def test_values_equal_numpy_float64(temperature, chunk_size):
   hidden, head, targets = _inputs()
-  out = fused_log_prob(hidden, head, targets, temperature=temperature, chunk_size=chunk_size)
+  out = _score(hidden, head, targets, temperature=temperature, chunk_size=chunk_size)
   logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / temperature
   lse = np.log(np.exp(logits).sum(-1))
   log_p = logits - lse[:, None]
@@ -53,9 +57,9 @@ def test_values_equal_numpy_float64(temperature, chunk_size):
   assert all(x.dtype == jnp.float32 for x in out)
 
 
-@pytest.mark.parametrize('chunk_size', [None, 8])
-def test_gradients_equal_autodiff_of_the_naive_form(chunk_size):
-  inputs = _inputs()
+@pytest.mark.parametrize(('vocab', 'chunk_size'), [(101, None), (101, 8), (96, 16)])
+def test_gradients_equal_autodiff_of_the_naive_form(vocab, chunk_size):
+  inputs = _inputs(vocab=vocab)
   got = _grads(*inputs, temperature=0.7, chunk_size=chunk_size)
   for x, y in zip(got, _grads(*inputs, temperature=0.7, score=_naive), strict=True):
     np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
@@ -64,27 +68,25 @@ def test_gradients_equal_autodiff_of_the_naive_form(chunk_size):
 def test_temperature_per_row():
   hidden, head, targets = _inputs(count=4)
   temperature = jnp.asarray([0.5, 1.0, 1.5, 2.0], jnp.float32)
-  out = fused_log_prob(hidden, head, targets, temperature=temperature, chunk_size=2)
-  for row in range(4):
-    at = slice(row, row + 1)
-    want = fused_log_prob(hidden[at], head, targets[at], temperature=float(temperature[row]))
-    np.testing.assert_allclose(out.log_prob[at], want.log_prob, rtol=1e-6)
+  out = _score(hidden, head, targets, temperature=temperature, chunk_size=20)
+  want = _naive(hidden, head, targets, temperature[:, None])
+  for x, y in zip(out, want, strict=True):
+    np.testing.assert_allclose(x, y, atol=2e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize('chunk_size', [None, 8])
-def test_masked_rows_are_poison_proof(chunk_size):
+def test_masked_rows_are_poison_proof():
   hidden, head, targets = _inputs()
   mask = jnp.arange(37) % 3 != 0
-  kwargs = {'mask': mask, 'chunk_size': chunk_size}
+  kwargs = {'mask': mask, 'chunk_size': 8}
   dirty = jnp.where(mask[:, None], hidden, jnp.nan)
   wild = jnp.where(mask, targets, -7)
-  clean = fused_log_prob(hidden, head, targets, **kwargs)
-  poisoned = fused_log_prob(dirty, head, wild, **kwargs)
+  clean = _score(hidden, head, targets, **kwargs)
+  poisoned = _score(dirty, head, wild, **kwargs)
   for x, y in zip(clean, poisoned, strict=True):
     np.testing.assert_array_equal(x, y)
     assert not np.asarray(y)[~np.asarray(mask)].any()
-  want = fused_log_prob(hidden[mask], head, targets[mask])
-  np.testing.assert_allclose(poisoned.log_prob[mask], want.log_prob, atol=1e-6)
+  want = _naive(hidden, head, targets)
+  np.testing.assert_allclose(poisoned.log_prob[mask], want.log_prob[mask], atol=2e-6, rtol=1e-6)
   d_hidden, d_head = _grads(dirty, head, wild, **kwargs)
   for x, y in zip((d_hidden, d_head), _grads(hidden, head, targets, **kwargs), strict=True):
     np.testing.assert_array_equal(x, y)
@@ -93,7 +95,7 @@ def test_masked_rows_are_poison_proof(chunk_size):
 
 def test_bfloat16_products_accumulate_in_float32():
   hidden, head, targets = _inputs(dtype=jnp.bfloat16)
-  out = fused_log_prob(hidden, head.astype(jnp.float32), targets, chunk_size=8)
+  out = _score(hidden, head.astype(jnp.float32), targets, chunk_size=8)
   want = _naive(hidden.astype(jnp.float32), head.astype(jnp.float32), targets)
   # Products of two bfloat16 numbers are exact in float32, so only the order of sums differs.
   np.testing.assert_allclose(out.log_prob, want.log_prob, atol=1e-5, rtol=1e-5)
@@ -106,10 +108,10 @@ def test_bfloat16_products_accumulate_in_float32():
 
 def test_no_logits_of_all_rows():
   inputs = _inputs(count=64, vocab=1031)
-  text = _grads.lower(*inputs, chunk_size=16).compile().as_text()
+  text = _grads.lower(*inputs, chunk_size=100).compile().as_text()
   assert '64,1031]' not in text
   assert '1031,64]' not in text
-  assert '16,1031]' in text
+  assert '[64,94]' in text  # 11 chunks
   naive = _grads.lower(*inputs, score=_naive).compile().as_text()
   assert '64,1031]' in naive
 

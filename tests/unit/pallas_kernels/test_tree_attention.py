@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from rlax_stack import sharding
 from rlax_stack.errors import ConfigError
-from rlax_stack.pallas_kernels import tree_attention as module
-from rlax_stack.pallas_kernels.tree_attention import tree_attention
+from rlax_stack.pallas_kernels.tree_attention import tree_attention, tree_attention_reference
 from rlax_stack.pallas_kernels.tree_attention_xla import tree_attention_xla
 
 
@@ -46,6 +45,7 @@ def _inputs(layouts, heads=4, kv_heads=2, width=16, seed=0, dtype=jnp.float32):
   return draw(heads), draw(kv_heads), draw(kv_heads), positions, ends, draw(heads)
 
 
+@functools.partial(jax.jit, static_argnames=('implementation', 'window', 'mesh'))
 def _value_and_grads(q, k, v, positions, ends, cotangent, **kwargs):
   def run(q, k, v):
     return tree_attention(q, k, v, positions, ends, **kwargs)
@@ -54,19 +54,22 @@ def _value_and_grads(q, k, v, positions, ends, cotangent, **kwargs):
   return out, *pull(cotangent)
 
 
+_attend = jax.jit(tree_attention, static_argnames=('implementation',))
+
+
 def _assert_close(left, right, tolerance=1e-5):
   for x, y in zip(left, right, strict=True):
     np.testing.assert_allclose(x, y, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(('heads', 'kv_heads'), [(4, 4), (4, 2), (9, 3), (4, 1)])
+@pytest.mark.parametrize(('heads', 'kv_heads'), [(4, 4), (9, 3), (4, 1)])
 def test_xla_equals_reference(heads, kv_heads):
   inputs = _inputs([_layout(THREE_LEVELS, 150), _layout(SEQUENCES, 150)], heads, kv_heads)
   got = _value_and_grads(*inputs, implementation='xla')
   _assert_close(got, _value_and_grads(*inputs, implementation='reference'))
 
 
-@pytest.mark.parametrize('window', [1, 20, 1000])
+@pytest.mark.parametrize('window', [1, 20])
 def test_window_equals_reference(window):
   inputs = _inputs([_layout(THREE_LEVELS, 192), _layout([(180, [])], 192)])
   got = _value_and_grads(*inputs, implementation='xla', window=window)
@@ -74,9 +77,9 @@ def test_window_equals_reference(window):
 
 
 def test_reference_follows_the_rule_in_float64():
-  q, k, v, positions, ends, _ = _inputs([_layout(THREE_LEVELS, 140)])
-  out = np.asarray(tree_attention(q, k, v, positions, ends, implementation='reference'))
-  for i in (0, 20, 45, 100, 139):
+  q, k, v, positions, ends, _ = _inputs([_layout(THREE_LEVELS, 150)])
+  out = np.asarray(_attend(q, k, v, positions, ends, implementation='reference'))
+  for i in (0, 20, 45, 100, 149):
     seen = [j for j in range(i + 1) if i < ends[0, j]]
     for head in range(4):
       keys = np.asarray(k[0, seen, head // 2], np.float64)
@@ -88,7 +91,8 @@ def test_reference_follows_the_rule_in_float64():
 
 def test_packed_tree_equals_separate_copies():
   prompt, lengths = 50, (30, 7, 44)
-  row = _layout([(prompt, [(n, []) for n in lengths])], 140)
+  used = prompt + sum(lengths)
+  row = _layout([(prompt, [(n, []) for n in lengths])], 150)
   q, k, v, positions, ends, cotangent = _inputs([row])
   got = _value_and_grads(q, k, v, positions, ends, cotangent)
   want = [np.zeros(x.shape, np.float32) for x in got]
@@ -96,26 +100,28 @@ def test_packed_tree_equals_separate_copies():
   for copy, length in enumerate(lengths):
     take = np.r_[0:prompt, start : start + length]
     start += length
-    one = _layout([(len(take), [])], len(take))
-    # The prompt's own outputs exist once in the tree, so only one copy carries their cotangent.
-    here = cotangent[:, take].at[:, :prompt].multiply(float(copy == 0))
-    args = (x[:, take] for x in (q, k, v))
-    parts = _value_and_grads(*args, jnp.asarray(one[0])[None], jnp.asarray(one[1])[None], here)
+    alone = (jnp.asarray(x)[None] for x in _layout([(len(take), [])], 150))
+    here = [np.zeros(x.shape, np.float32) for x in (q, k, v, cotangent)]
+    for whole, part in zip((q, k, v, cotangent), here, strict=True):
+      part[:, : len(take)] = whole[:, take]
+    if (
+      copy > 0
+    ):  # the prompt's own outputs exist once in the tree: one copy carries their cotangent
+      here[3][:, :prompt] = 0
+    parts = [np.asarray(x)[:, : len(take)] for x in _value_and_grads(*here[:3], *alone, here[3])]
     want[0][:, take] = parts[0]
     for total, part in zip(want[1:], parts[1:], strict=True):
-      total[:, take] += np.asarray(part)
-  used = prompt + sum(lengths)
+      total[:, take] += part
   _assert_close([x[:, :used] for x in got], [x[:, :used] for x in want])
 
 
 @pytest.mark.parametrize('implementation', ['xla', 'reference'])
 def test_nan_in_padding_reaches_nothing(implementation):
-  q, k, v, positions, ends, cotangent = _inputs([_layout([(30, [(20, []), (25, [])])], 100)])
+  q, k, v, positions, ends, cotangent = _inputs([_layout([(30, [(20, []), (25, [])])], 150)])
   cotangent = cotangent.at[:, 75:].set(0)
   poisoned = [x.at[:, 75:].set(jnp.nan) for x in (q, k, v)]
-  run = functools.partial(_value_and_grads, implementation=implementation)
-  clean = run(q, k, v, positions, ends, cotangent)
-  dirty = run(*poisoned, positions, ends, cotangent)
+  clean = _value_and_grads(q, k, v, positions, ends, cotangent, implementation=implementation)
+  dirty = _value_and_grads(*poisoned, positions, ends, cotangent, implementation=implementation)
   np.testing.assert_array_equal(clean[0][:, :75], dirty[0][:, :75])
   for x, y in zip(clean[1:], dirty[1:], strict=True):
     np.testing.assert_array_equal(x, y)
@@ -124,7 +130,7 @@ def test_nan_in_padding_reaches_nothing(implementation):
 
 def test_padding_sees_itself():
   q, k, v, positions, ends, _ = _inputs([_layout([(30, [])], 64)])
-  out = tree_attention(q, k, v, positions, ends)
+  out = _attend(q, k, v, positions, ends)
   np.testing.assert_array_equal(out[:, 30:, 2], v[:, 30:, 1])
 
 
@@ -143,26 +149,21 @@ _TREES = st.recursive(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(_TREES, min_size=1, max_size=3))
 def test_any_forest_equals_reference(trees):
   size = lambda node: node[0] + sum(map(size, node[1]))  # noqa: E731
   trees = [tree for i, tree in enumerate(trees) if sum(map(size, trees[: i + 1])) <= 190]
-  q, k, v, positions, ends, cotangent = _inputs([_layout(trees, 190)], heads=2, kv_heads=1)
-  kernel = functools.partial(_FOREST, q, k, v, positions, ends, cotangent)
-  _assert_close(kernel('xla'), kernel('reference'))
-
-
-@functools.partial(jax.jit, static_argnums=6)
-def _FOREST(q, k, v, positions, ends, cotangent, implementation):
-  return _value_and_grads(q, k, v, positions, ends, cotangent, implementation=implementation)
+  inputs = _inputs([_layout(trees, 190)], heads=2, kv_heads=1)
+  got = _value_and_grads(*inputs, implementation='xla')
+  _assert_close(got, _value_and_grads(*inputs, implementation='reference'))
 
 
 @pytest.mark.parametrize('shape', [{'data': 2, 'fsdp': 2, 'tensor': 2}, {'tensor': 2, 'expert': 4}])
 def test_sharded_equals_single(shape):
   mesh = sharding.make_mesh(shape, jax.devices()[:8])
   inputs = _inputs([_layout(THREE_LEVELS, 150)] * 2 + [_layout(SEQUENCES, 150)] * 2)
-  split = jax.jit(functools.partial(_value_and_grads, mesh=mesh))(*inputs)
+  split = _value_and_grads(*inputs, mesh=mesh)
   _assert_close(split, _value_and_grads(*inputs), 1e-6)
   assert split[0].sharding.spec[2] == 'tensor'
 
@@ -199,17 +200,17 @@ def test_bad_arguments_are_refused():
 
 def test_xla_form_holds_no_square():
   inputs = _inputs([_layout(THREE_LEVELS, 512)], heads=2, kv_heads=1, width=8)
-  text = jax.jit(_value_and_grads).lower(*inputs).compile().as_text()
+  text = _value_and_grads.lower(*inputs).compile().as_text()
   assert '512,512]' not in text
-  dense = jax.jit(functools.partial(_value_and_grads, implementation='reference'))
-  assert '512,512]' in dense.lower(*inputs).compile().as_text()
+  dense = _value_and_grads.lower(*inputs, implementation='reference')
+  assert '512,512]' in dense.compile().as_text()
 
 
 def test_tokens_left_out_give_zero():
   q, k, v, positions, ends, _ = _inputs([_layout([(40, [])], 64)])
   ends = jnp.where(jnp.arange(64)[None] < 40, ends, 0)
-  kwargs = {'window': None, 'scale': 0.25}
-  for kernel in (tree_attention_xla, module.tree_attention_reference):
-    out = kernel(q, k, v, positions, ends, **kwargs)
+  for kernel in (tree_attention_xla, tree_attention_reference):
+    run = jax.jit(functools.partial(kernel, window=None, scale=0.25))
+    out = run(q, k, v, positions, ends)
     assert not np.asarray(out[:, 40:]).any()
     assert np.asarray(out[:, :40]).any()

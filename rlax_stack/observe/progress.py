@@ -31,8 +31,9 @@ class Progress:
   Args:
     total_steps: steps of the whole run, None when it has no fixed end.
     title: model and task, for the panel.
-    stream: where to show it; standard output by default. A terminal gets the panel, anything else
-      lines.
+    mode: 'live' draws the panel, 'plain' writes lines, 'off' shows nothing, 'auto' takes the panel
+      on a terminal and lines elsewhere.
+    stream: where to show it; standard output by default.
     refresh_hz: redraws per second, at most 4.
     clock: a monotonic clock in seconds.
   """
@@ -42,11 +43,13 @@ class Progress:
     *,
     total_steps: int | None = None,
     title: str = '',
+    mode: str = 'auto',
     stream: TextIO | None = None,
     refresh_hz: float = 2.0,
     clock: Callable[[], float] = time.monotonic,
   ):
     output: Any = stream if stream is not None else sys.stdout
+    self._off = mode == 'off'
     self._stream = _QuietStream(output)
     self._clock = clock
     self._lock = threading.Lock()
@@ -61,7 +64,7 @@ class Progress:
     self._ascii_only = 'utf' not in (getattr(output, 'encoding', None) or '').lower()
     self._live: Live | None = None
     self._undo_redirect: Callable[[], None] = lambda: None
-    if _is_terminal(output):
+    if mode == 'live' or (mode == 'auto' and _is_terminal(output)):
       console = Console(file=self._stream, force_terminal=True)  # type: ignore[arg-type]
       self._live = Live(
         console=console,
@@ -153,6 +156,8 @@ class Progress:
     self._line(''.join(char if char.isprintable() else ascii(char)[1:-1] for char in text))
 
   def _line(self, text: str) -> None:
+    if self._off:
+      return
     live = self._live
     if live is not None:
       live.console.print(Text(text), soft_wrap=True)

@@ -243,3 +243,15 @@ def test_an_ascii_terminal_gets_only_ascii():
   assert stream.getvalue().isascii()
   assert '_@' in stream.getvalue()
   assert progress_view.plain_line(view).startswith('step=1/- reward=0.431 held_out=- ')
+
+
+def test_mode_off_shows_nothing_and_plain_writes_lines_on_a_terminal():
+  class Terminal(io.StringIO):
+    def isatty(self):
+      return True
+
+  for mode, shown in (('off', ''), ('plain', 'hello\n')):
+    stream = Terminal()
+    with Progress(mode=mode, stream=stream) as progress:
+      progress.message('hello')
+    assert stream.getvalue() == shown

@@ -1,0 +1,247 @@
+"""Builds every part of a run from its config and connects them. The only other place that sees all is launch.
+
+Nothing here decides anything: values come from the config, the order of calls is in train_loop.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+
+from rlax_stack.config import LearnerSection, RunConfig, to_plain
+from rlax_stack.data.iterator import PromptIterator
+from rlax_stack.data.source import PromptSource
+from rlax_stack.errors import ConfigError, DataError, PromptTooLongError
+from rlax_stack.fleet.coordinator import Coordinator
+from rlax_stack.learner.learner import Learner, LearnerSettings
+from rlax_stack.learner.optimizer import OptimizerSettings
+from rlax_stack.learner.precision import resolve_compute_dtype
+from rlax_stack.learner.row_plan import plan_rows
+from rlax_stack.learner.scoring import ForwardSettings
+from rlax_stack.learner.train_step import LossSettings
+from rlax_stack.models.load import LoadedModel, load_model
+from rlax_stack.rewards.chain import RewardChain
+from rlax_stack.rollout.engine import Engine
+from rlax_stack.rollout.engine_state import EngineConfig
+from rlax_stack.rollout.requests import FinishedSample, GenerationRequest
+from rlax_stack.rollout.scheduler import Scheduler
+from rlax_stack.rollout.trajectory import make_trajectory
+from rlax_stack.rollout.worker import RolloutWorker
+from rlax_stack.sharding import make_mesh
+from rlax_stack.sources import eval_sampling, make_sources, train_sampling
+from rlax_stack.types import Group, Prompt
+
+Generate = Callable[[Sequence[GenerationRequest]], Sequence[FinishedSample]]
+
+_HELD_OUT_IDS = 1 << 31  # group ids of evaluations, apart from those of training
+
+# A resumed run may differ in these: they change when things are saved, shown or given up, or how long
+# the run is, and no trained value of the steps that both runs have.
+FREE_KEYS = (
+  'steps',
+  'checkpoint',
+  'eval',
+  'observe',
+  'fleet.batch_timeout_s',
+  'fleet.lease_timeout_s',
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompts:
+  """The two sources of a run and the position in the training one."""
+
+  train: PromptSource
+  held_out: PromptSource
+  iterator: PromptIterator
+
+
+def make_prompts(config: RunConfig) -> Prompts:
+  """The sources of the config; needs no device.
+
+  Raises:
+    DataError: a source that is missing or empty, or nothing left to train on.
+  """
+  train, held_out = make_sources(config)
+  if not len(held_out):
+    raise DataError('config.data.eval holds no prompt. Give another path or a larger size.')
+  return Prompts(train=train, held_out=held_out, iterator=PromptIterator(train, seed=config.seed))
+
+
+def load_checked_model(config: RunConfig, prompts: Prompts) -> LoadedModel:
+  """The model, and the promise that every prompt and sample fits its context.
+
+  Raises:
+    ModelFileError: see `load_model`.
+    PromptTooLongError: the first prompt longer than config.rollout.max_prompt_tokens.
+    ConfigError: prompt and sample together exceed the model's context.
+  """
+  model = load_model(config.model.path)
+  limit, sampled = config.rollout.max_prompt_tokens, config.rollout.max_tokens
+  if limit + sampled > model.config.max_context:
+    raise ConfigError(
+      f'config.rollout.max_prompt_tokens + max_tokens = {limit + sampled} exceeds the context of '
+      f'{config.model.path}, {model.config.max_context} tokens. Lower one of them.'
+    )
+  for name, source in (('train', prompts.train), ('eval', prompts.held_out)):
+    for prompt in source:
+      length = len(model.tokenizer.encode_chat(prompt.messages))
+      if length > limit:
+        raise PromptTooLongError(
+          f'prompt {prompt.prompt_id} of config.data.{name} has {length} tokens, more than '
+          f'config.rollout.max_prompt_tokens={limit}. Raise it, or drop that prompt.'
+        )
+  return model
+
+
+def free_keys(config: RunConfig) -> tuple[str, ...]:
+  """Config keys that a resumed run may change; a schedule over `steps` binds them."""
+  if config.learner.decay == 'constant':
+    return FREE_KEYS
+  return tuple(key for key in FREE_KEYS if key != 'steps')
+
+
+def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
+  """The learner on its mesh. Takes `mesh` many devices, the first ones."""
+  section = config.learner
+  sizes = to_plain(section.mesh)
+  wanted = section.mesh.data * section.mesh.fsdp * section.mesh.tensor
+  available = jax.devices()
+  mesh = make_mesh(sizes, available[:wanted] if wanted <= len(available) else available)
+  settings = LearnerSettings(
+    rows=plan_rows(
+      groups_per_batch=config.rollout.groups_per_step,
+      group_size=config.rollout.group_size,
+      max_prompt_tokens=config.rollout.max_prompt_tokens,
+      max_tokens=config.rollout.max_tokens,
+      row_length=section.row_length,
+      micro_batch_tokens=section.micro_batch_tokens,
+      data_parallel=section.mesh.data * section.mesh.fsdp,
+    ),
+    forward=ForwardSettings(
+      compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
+      remat=section.remat,
+      temperature=config.rollout.temperature,
+    ),
+    loss=_loss_settings(config),
+    optimizer=_optimizer_settings(section, config.steps),
+    advantage=config.objective.advantage,
+    updates_per_batch=section.updates_per_batch,
+    max_skipped_in_row=section.max_skipped_steps,
+  )
+  return Learner(model.config, model.params, settings, mesh)
+
+
+def _loss_settings(config: RunConfig) -> LossSettings:
+  objective = config.objective
+  stale = config.fleet.max_staleness > 0
+  corrected = objective.correction == 'token_tis' or (objective.correction == 'auto' and stale)
+  return LossSettings(
+    clip_low=objective.clip_low,
+    clip_high=objective.clip_high,
+    aggregation=objective.aggregation,
+    correction_cap=objective.tis_cap if corrected else None,
+    kl_coef=objective.kl_coef,
+    kl_estimator=objective.kl_estimator,
+  )
+
+
+def _optimizer_settings(section: LearnerSection, steps: int) -> OptimizerSettings:
+  return OptimizerSettings(
+    learning_rate=section.learning_rate,
+    warmup_steps=section.warmup_steps * section.updates_per_batch,
+    decay=section.decay,
+    total_steps=steps * section.updates_per_batch,
+    b1=section.beta1,
+    b2=section.beta2,
+    eps=section.epsilon,
+    weight_decay=section.weight_decay,
+    max_grad_norm=section.max_grad_norm,
+  )
+
+
+def make_coordinator(config: RunConfig, iterator: PromptIterator) -> Coordinator:
+  """The coordinator over the training prompts."""
+  return Coordinator(
+    iterator.next,
+    group_size=config.rollout.group_size,
+    groups_per_batch=config.rollout.groups_per_step,
+    max_staleness=config.fleet.max_staleness,
+    lease_timeout_s=config.fleet.lease_timeout_s,
+    max_reward_failure_fraction=config.rewards.max_failure_fraction,
+    prompt_state=iterator.get_state,
+  )
+
+
+def make_scheduler(config: RunConfig, model: LoadedModel) -> Scheduler:
+  """The rollout engine with its scheduler, sized by config.rollout."""
+  rollout = config.rollout
+  sizes = EngineConfig(
+    slots=rollout.slots,
+    max_prompt_tokens=rollout.max_prompt_tokens,
+    max_new_tokens=rollout.max_tokens,
+    chunk_steps=rollout.decode_chunk,
+    compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
+  )
+  return Scheduler(
+    Engine(model.config, sizes), run_seed=config.seed, decode_text=model.tokenizer.decode
+  )
+
+
+def make_worker(config: RunConfig, model: LoadedModel, chain: RewardChain) -> RolloutWorker:
+  """The rollout worker of the embedded runtime."""
+  return RolloutWorker(
+    make_scheduler(config, model),
+    tokenizer=model.tokenizer,
+    score=chain.score,
+    sampling=train_sampling(config, model.tokenizer.stop_token_ids),
+  )
+
+
+def held_out_groups(
+  config: RunConfig,
+  model: LoadedModel,
+  chain: RewardChain,
+  prompts: Sequence[Prompt],
+  generate: Generate,
+) -> list[Group]:
+  """Samples and scores held-out prompts: config.eval.samples of each.
+
+  Args:
+    config: of the run.
+    model: for its tokenizer.
+    chain: scores the samples.
+    prompts: held out.
+    generate: draws samples of requests, in order.
+
+  Returns:
+    One group per prompt. The same weights give the same samples at every call.
+  """
+  sampling, count = eval_sampling(config, model.tokenizer.stop_token_ids), config.eval.samples
+  requests = [
+    GenerationRequest(
+      group_id=_HELD_OUT_IDS + index,
+      sample_index=sample,
+      prompt_tokens=model.tokenizer.encode_chat(prompt.messages),
+      sampling=sampling,
+    )
+    for index, prompt in enumerate(prompts)
+    for sample in range(count)
+  ]
+  samples = generate(requests)
+  texts = [model.tokenizer.decode(sample.tokens.tolist()) for sample in samples]
+  of_sample = [prompts[sample.request.group_id - _HELD_OUT_IDS] for sample in samples]
+  rewards = chain.score(texts, of_sample)
+  trajectories = [
+    make_trajectory(sample, prompt_id=prompt.prompt_id, text=text, reward=reward)
+    for sample, prompt, text, reward in zip(samples, of_sample, texts, rewards, strict=True)
+  ]
+  return [
+    Group(
+      group_id=_HELD_OUT_IDS + index,
+      prompt=prompt,
+      prompt_tokens=requests[index * count].prompt_tokens,
+      trajectories=tuple(trajectories[index * count : (index + 1) * count]),
+    )
+    for index, prompt in enumerate(prompts)
+  ]

@@ -1,0 +1,181 @@
+"""`python -m rlax_stack.launch --config=configs/quickstart.py --config.key=value --workdir=runs`.
+
+Trains, or goes on where the same command was interrupted. Parts are built in order of cost, so that
+a mistake in the config, the data or the model's files is told before a device is touched.
+"""
+
+import contextlib
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from rlax_stack import assembly, command_line, sources
+from rlax_stack.compile_cache import enable_compile_cache
+from rlax_stack.compile_counter import CompileCounter
+from rlax_stack.config import RunConfig, to_plain
+from rlax_stack.fleet.local_runtime import LocalRuntime
+from rlax_stack.fleet.parameter_server import ParameterServer
+from rlax_stack.learner.checkpoint import Checkpointer
+from rlax_stack.observe.metrics import open_metrics
+from rlax_stack.observe.progress import Progress
+from rlax_stack.observe.progress_view import final_line
+from rlax_stack.observe.report import write_report
+from rlax_stack.observe.rollouts_writer import RolloutsWriter
+from rlax_stack.observe.run_folder import RunFolder
+from rlax_stack.stop_signal import StopSignal
+from rlax_stack.train_loop import Account, LoopParts, TrainLoop, account_from
+
+
+def main(argv: Sequence[str]) -> int:
+  """Parses the command line and runs it; returns the exit status."""
+  config, values = command_line.parse(argv)
+  folder = RunFolder(values['workdir'].value, config.name)
+  return train(config, folder, command=argv[1:])
+
+
+def train(config: RunConfig, folder: RunFolder, *, command: Sequence[str]) -> int:
+  """Runs `config` in `folder` to its end, or to a signal.
+
+  Args:
+    config: checked by config_rules.
+    folder: not yet created.
+    command: the arguments to type again, for the message that says how to resume.
+
+  Returns:
+    0, or 128 + the signal that stopped the run.
+  """
+  prompts = assembly.make_prompts(config)
+  folder.create(
+    to_plain(config),
+    allow_changes=config.checkpoint.allow_changes,
+    free_keys=assembly.free_keys(config),
+    force_hint='set --config.checkpoint.allow_changes=True',
+  )
+  with contextlib.ExitStack() as stack:
+    stack.callback(folder.close)
+    progress = stack.enter_context(
+      Progress(total_steps=config.steps, title=_title(config), mode=config.observe.progress)
+    )
+    stop = stack.enter_context(
+      StopSignal(lambda name: progress.message(f'{name}: stopping after this step and saving.'))
+    )
+    enable_compile_cache()
+    loop, finished = _run(config, folder, prompts, progress, stop, stack)
+  if finished:
+    _finish(config, folder, loop.account)
+  else:
+    again = shlex.join(command)
+    print(
+      f'Saved at step {loop.step} of {config.steps}. To go on: python -m rlax_stack.launch {again}'
+    )
+  return stop.exit_code
+
+
+def _run(
+  config: RunConfig,
+  folder: RunFolder,
+  prompts: assembly.Prompts,
+  progress: Progress,
+  stop: StopSignal,
+  stack: contextlib.ExitStack,
+) -> tuple[TrainLoop, bool]:
+  """Builds the parts, restores what was saved, and trains."""
+  counter = stack.enter_context(CompileCounter())
+  chain = stack.enter_context(sources.make_chain(config.rewards))
+  chain.start()
+  progress.phase(f'loading {config.model.path}')
+  model = assembly.load_checked_model(config, prompts)
+  progress.phase('building the learner')
+  learner = assembly.make_learner(config, model)
+  checkpointer = Checkpointer(folder.checkpoints_dir, keep=config.checkpoint.keep)
+  stack.callback(checkpointer.close)
+  coordinator = assembly.make_coordinator(config, prompts.iterator)
+  account = _restore(checkpointer, learner, coordinator, prompts, progress)
+  step = learner.version
+  metrics = stack.enter_context(
+    open_metrics(
+      jsonl_path=folder.metrics_path,
+      tensorboard_dir=folder.tensorboard_dir if config.observe.tensorboard else None,
+      restored_step=step if step else -1,
+    )
+  )
+  server = ParameterServer()
+  worker = assembly.make_worker(config, model, chain)
+  runtime = LocalRuntime(worker, coordinator=coordinator, parameter_server=server)
+  parts = LoopParts(
+    learner=learner,
+    coordinator=coordinator,
+    parameter_server=server,
+    checkpointer=checkpointer,
+    metrics=metrics,
+    rollouts=RolloutsWriter(
+      folder.samples_dir,
+      max_per_step=config.observe.samples_per_step,
+      restored_step=step if step else -1,
+    ),
+    progress=progress,
+    compile_counter=counter,
+    evaluate=lambda: assembly.held_out_groups(
+      config,
+      model,
+      chain,
+      prompts.held_out,
+      lambda requests: worker.generate_all(requests, server.latest()),
+    ),
+    score_seconds=lambda: worker.stats.score_s,
+    stop_requested=lambda: stop.received is not None,
+  )
+  loop = TrainLoop(config, parts, account)
+  with runtime:
+    finished = loop.run()
+  return loop, finished
+
+
+def _restore(
+  checkpointer: Checkpointer,
+  learner: Any,
+  coordinator: Any,
+  prompts: assembly.Prompts,
+  progress: Progress,
+) -> Account:
+  """Takes up the newest checkpoint, if there is one; the account it carries."""
+  restored = checkpointer.restore_latest(learner.abstract_state())
+  if restored is None:
+    return Account()
+  learner.restore(restored.state)
+  prompts.iterator.set_state(restored.extras['coordinator']['prompt_state'])
+  coordinator.restore(restored.extras['coordinator'])
+  progress.message(f'resumed at step {learner.version}')
+  return account_from(restored.extras)
+
+
+def _title(config: RunConfig) -> str:
+  source = config.data.train
+  task = source.task if source.kind == 'reasoning_gym' else source.kind
+  return f'{config.name}: {config.model.path} on {task}'
+
+
+def _finish(config: RunConfig, folder: RunFolder, account: Account) -> None:
+  """Report and the last line, which says what was achieved."""
+  minutes = account.train_seconds / 60
+  headline = final_line(account.held_out_before, account.held_out_after, minutes)
+  if config.observe.report:
+    report = write_report(
+      folder,
+      title=_title(config),
+      headline=headline,
+      figures={
+        'held-out accuracy before': account.held_out_before,
+        'held-out accuracy after': account.held_out_after,
+        'training minutes': round(minutes, 2),
+        'steps': config.steps,
+      },
+    )
+    for path in (report.picture, report.page):
+      if path is not None:
+        print(path)
+  print(headline)
+
+
+if __name__ == '__main__':
+  command_line.run(main)

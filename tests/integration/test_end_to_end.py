@@ -1,0 +1,121 @@
+"""The whole stack as a user runs it: reward rises, resume is exact, mistakes are told."""
+
+import json
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from rlax_stack.learner.checkpoint import load_checkpoint_params
+
+
+def metrics_of(workdir):
+  """Lines of metrics.jsonl that belong to training steps."""
+  lines = [
+    json.loads(line) for line in (workdir / 'toy' / 'metrics.jsonl').read_text().splitlines()
+  ]
+  return [line for line in lines if 'reward/mean' in line]
+
+
+def params_of(workdir):
+  """Leaves of the newest checkpoint's weights, by path."""
+  import jax
+
+  leaves, _ = jax.tree_util.tree_flatten_with_path(load_checkpoint_params(workdir / 'toy'))
+  return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+@pytest.mark.slow
+def test_reward_rises_and_the_last_line_says_so(launch, tmp_path):
+  done = launch()
+  assert done.returncode == 0, done.stdout
+  rewards = [line['reward/mean'] for line in metrics_of(tmp_path)]
+  assert len(rewards) == 30
+  assert np.mean(rewards[:3]) < 0.3
+  assert np.mean(rewards[-3:]) > 0.9
+  last = done.stdout.strip().splitlines()[-1]
+  assert last.startswith('held-out accuracy: ') and ' -> ' in last
+  text = next((tmp_path / 'toy' / 'samples').glob('train-*')).read_text()
+  records = [json.loads(line) for line in text.splitlines()]
+  assert {'prompt', 'completion', 'reward', 'answer'} <= set(records[0])
+
+
+@pytest.mark.slow
+def test_no_program_is_compiled_after_the_second_step(launch, tmp_path):
+  done = launch('--config.steps=8')
+  assert done.returncode == 0, done.stdout
+  assert [line['perf/compilations'] for line in metrics_of(tmp_path)] == [0.0] * 8
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_equals_never_killed(launch, tmp_path):
+  whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+  done = launch('--config.steps=12', f'--workdir={whole}')
+  assert done.returncode == 0, done.stdout
+  for _ in range(2):
+    process = launch('--config.steps=12', f'--workdir={cut}', wait=False)
+    wait_for_steps(cut, process, more=4)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+    process.stdout.close()
+  done = launch('--config.steps=12', f'--workdir={cut}')
+  assert done.returncode == 0, done.stdout
+  want, got = params_of(whole), params_of(cut)
+  assert want.keys() == got.keys()
+  for path in want:
+    np.testing.assert_array_equal(want[path], got[path], err_msg=path)
+  same = ('reward/mean', 'train/loss', 'train/grad_norm', 'fleet/trained')
+  for one, other in zip(metrics_of(whole), metrics_of(cut), strict=True):
+    assert {name: one[name] for name in same} == {name: other[name] for name in same}
+
+
+def wait_for_steps(workdir, process, *, more, timeout_s=200.0):
+  """Waits until `more` more steps than a resume begins with are in the metrics."""
+  deadline = time.monotonic() + timeout_s
+  start = None
+  while time.monotonic() < deadline:
+    if process.poll() is not None:
+      raise AssertionError(f'the run ended too soon: {process.stdout.read()}')
+    path = workdir / 'toy' / 'metrics.jsonl'
+    steps = [line['step'] for line in metrics_of(workdir)] if path.exists() else []
+    if start is None and steps:
+      start = steps[-1]
+    if start is not None and steps and steps[-1] >= start + more:
+      return
+    time.sleep(0.05)
+  raise AssertionError('no progress')
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_says_how_to_go_on(launch, tmp_path):
+  process = launch('--config.steps=1000', wait=False)
+  wait_for_steps(tmp_path, process, more=1)
+  process.send_signal(signal.SIGINT)
+  out, _ = process.communicate(timeout=60)
+  assert process.returncode == 128 + signal.SIGINT
+  assert 'To go on: python -m rlax_stack.launch --config=' in out.splitlines()[-1]
+  done = launch('--config.steps=1000', '--config.learner.learning_rate=0.5')
+  assert done.returncode == 2
+  assert 'learner.learning_rate' in done.stdout and '0.01 -> 0.5' in done.stdout
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ('--config.model.path=nowhere', "model path 'nowhere' does not exist"),
+    ('--config.data.train.path=nowhere.jsonl', 'nowhere.jsonl'),
+    ('--config.rollout.group_size=1', 'Set config.rollout.group_size to 2 or more'),
+    ('--config.rollout.max_prompt_tokens=1', 'has 2 tokens, more than'),
+    ('--config.rollout.max_tokens=100', 'exceeds the context'),
+    ('--config.rollout.temprature=1', 'Did you mean temperature?'),
+    ('--config.learner.mesh.data=64', '64'),
+  ],
+)
+def test_mistakes_are_one_line_and_exit_status_2(launch, change, message):
+  done = launch(change)
+  assert done.returncode == 2, done.stdout
+  last = done.stdout.strip().splitlines()[-1]
+  assert last.startswith('error: ') and message in last
+  assert os.linesep + 'Traceback' not in done.stdout

@@ -72,6 +72,12 @@ def load_gguf(path: str | os.PathLike, *, dtype: Any = jnp.float32) -> GGUFModel
   )
 
 
+def describe_gguf(path: str | os.PathLike) -> tuple[ModelConfig, Tokenizer]:
+  """Config and tokenizer of a GGUF file, without its parameters; raises as `load_gguf`."""
+  file = read_gguf(path)
+  return _config(file), tokenizer_from_gguf(file.metadata, source=file.path.name)
+
+
 def to_half_rotation(value: np.ndarray, num_heads: int) -> np.ndarray:
   """Rows [heads * head_dim, ...] from pairs (2i, 2i + 1) to pairs (i, i + head_dim / 2) in each head."""
   pairs = value.reshape(num_heads, -1, 2, *value.shape[1:])

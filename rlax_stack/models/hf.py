@@ -49,10 +49,7 @@ def load_hf(
       anything of the model's size is allocated.
   """
   directory = pathlib.Path(path)
-  if not directory.is_dir():
-    raise ModelFileError(f'{directory}: no such model directory. Check the path.')
-  fields = read_json_object(_inside(directory, 'config.json'), size_limit=_CONFIG_LIMIT)
-  config = config_from_hf(fields)
+  config = read_hf_config(directory)
   entries = _entries(directory)
   check_shapes(
     config,
@@ -68,6 +65,16 @@ def load_hf(
     config, lambda leaf, layer: entries[leaf.hf_name.format(layer)].read(), dtype=dtype
   )
   return config, params
+
+
+def read_hf_config(path: str | os.PathLike) -> ModelConfig:
+  """The config of a model directory, from its config.json alone; raises as `load_hf`."""
+  directory = pathlib.Path(path)
+  if not directory.is_dir():
+    raise ModelFileError(f'{directory}: no such model directory. Check the path.')
+  return config_from_hf(
+    read_json_object(_inside(directory, 'config.json'), size_limit=_CONFIG_LIMIT)
+  )
 
 
 def save_hf(

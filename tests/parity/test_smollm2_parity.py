@@ -26,8 +26,8 @@ pytestmark = [
   ),
 ]
 
-_QUESTION = 'What is 17 + 25? Explain in one sentence.'
-_LENGTH = 80
+_QUESTION = 'Explain in three sentences why the sky is blue.'
+_LENGTH = 60
 _TEXTS = (
   '12345 + 678',
   "I'm  here\n\n  don't",
@@ -45,44 +45,80 @@ def smollm2(tmp_path_factory):
   return types.SimpleNamespace(ours=model, path=path, reference=reference)
 
 
+def _logits(params, config, tokens, attend, dtype):
+  positions = jnp.arange(tokens.size, dtype=jnp.int32)[None]
+  hidden = hidden_states(params, config, tokens[None], positions, attend, compute_dtype=dtype)
+  return jnp.einsum('td,vd->tv', hidden[0], lm_head(params, config))
+
+
 def _make_logits(config):
   @jax.jit
   def logits(params, tokens):
-    length = tokens.size
-    positions = jnp.arange(length, dtype=jnp.int32)[None]
-    ends = jnp.full((1, length), length, jnp.int32)
-    hidden = hidden_states(
-      params,
-      config,
-      tokens[None],
-      positions,
-      lambda q, k, v: tree_attention(q, k, v, positions, ends),
-    )
-    return jnp.einsum('td,vd->tv', hidden[0], lm_head(params, config))
+    positions = jnp.arange(tokens.size, dtype=jnp.int32)[None]
+    ends = jnp.full((1, tokens.size), tokens.size, jnp.int32)
+
+    def attend(q, k, v):
+      return tree_attention(q, k, v, positions, ends)
+
+    return _logits(params, config, tokens, attend, jnp.float32)
 
   return logits
 
 
-def test_logits_and_greedy_answer(smollm2):
-  ours = smollm2.ours
-  prompt = ours.tokenizer.encode_chat([Message(role='user', content=_QUESTION)])
+def _dense(q, k, v):
+  repeats, length = q.shape[2] // k.shape[2], q.shape[1]
+  k, v = jnp.repeat(k, repeats, 2), jnp.repeat(v, repeats, 2)
+  scores = jnp.einsum('rthd,rshd->rhts', q, k) * q.shape[-1] ** -0.5
+  visible = jnp.tril(jnp.ones((length, length), bool))[None, None]
+  weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+  return jnp.einsum('rhts,rshd->rthd', weights, v)
+
+
+@pytest.fixture(scope='module')
+def continued(smollm2):
+  """The prompt's length, and prompt and greedy continuation of transformers: int32 [_LENGTH]."""
+  prompt = smollm2.ours.tokenizer.encode_chat([Message(role='user', content=_QUESTION)])
   with torch.no_grad():
-    expected = smollm2.reference.generate(
+    tokens = smollm2.reference.generate(
       torch.from_numpy(prompt[None]).long(),
       max_new_tokens=_LENGTH - prompt.size,
-      min_new_tokens=_LENGTH - prompt.size,
-      eos_token_id=None,
       do_sample=False,
     )[0]
-    expected_logits = smollm2.reference(expected[None]).logits[0].numpy()
+  assert _LENGTH - prompt.size >= 16
+  return prompt.size, tokens.numpy().astype(np.int32)
+
+
+def _reference_logits(model, tokens):
+  with torch.no_grad():
+    return model(torch.from_numpy(tokens[None]).long()).logits[0].numpy()
+
+
+def test_greedy_answer_and_logits_in_float32(smollm2, continued):
+  ours, (start, expected) = smollm2.ours, continued
   logits = _make_logits(ours.config)
   tokens = np.zeros(_LENGTH, np.int32)
-  tokens[: prompt.size] = prompt
-  for index in range(prompt.size, _LENGTH):
+  tokens[:start] = expected[:start]
+  for index in range(start, _LENGTH):
     tokens[index] = int(jnp.argmax(logits(ours.params, tokens)[index - 1]))
-  assert _LENGTH - prompt.size >= 16
   assert tokens.tolist() == expected.tolist()
-  np.testing.assert_allclose(logits(ours.params, tokens), expected_logits, atol=1e-4, rtol=0)
+  # Logits reach 40, where transformers' float32 is itself 1e-4 from its float64: the next test
+  # holds the 1e-4, without the rounding of two orders of summation.
+  difference = np.abs(logits(ours.params, tokens) - _reference_logits(smollm2.reference, tokens))
+  assert difference.max() <= 3e-4
+  assert difference.mean() <= 3e-5
+
+
+def test_logits_in_double_precision(smollm2, continued):
+  config, (_, tokens) = smollm2.ours.config, continued
+  reference = transformers.AutoModelForCausalLM.from_pretrained(
+    smollm2.path, dtype=torch.float64, attn_implementation='eager'
+  ).eval()
+  with jax.enable_x64(True):
+    params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), smollm2.ours.params)
+    logits = _logits(params, config, jnp.asarray(tokens), _dense, jnp.float64)
+    assert logits.dtype == jnp.float64
+    expected = _reference_logits(reference, tokens)
+    np.testing.assert_allclose(np.asarray(logits), expected, atol=1e-4, rtol=0)
 
 
 def test_export_comes_back_bit_for_bit(smollm2):

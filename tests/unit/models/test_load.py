@@ -9,7 +9,7 @@ from rlax_stack.errors import ModelFileError
 from rlax_stack.models import load
 from rlax_stack.models.gguf_tokenizer import tokenizer_from_gguf
 from rlax_stack.models.hf import save_hf
-from rlax_stack.models.load import load_model, resolve_model_path
+from rlax_stack.models.load import describe_model, load_model, resolve_model_path
 
 
 @pytest.fixture
@@ -24,6 +24,10 @@ def test_hugging_face_directory_with_its_tokenizer(tmp_path, tiny_config, random
   assert model.config == tiny_config
   jax.tree.map(np.testing.assert_array_equal, model.params, tree)
   assert model.tokenizer.stop_token_ids == tokenizer.stop_token_ids
+  (tmp_path / 'model/model.safetensors').unlink()
+  config, described = describe_model(tmp_path / 'model')
+  assert config == tiny_config
+  assert described.vocab_size == tokenizer.vocab_size
 
 
 def test_tokenizer_larger_than_the_embedding_is_refused(

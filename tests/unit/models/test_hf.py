@@ -10,7 +10,7 @@ import pytest
 from rlax_stack.errors import ModelFileError
 from rlax_stack.models.config import RopeScaling
 from rlax_stack.models.decoder import abstract_params
-from rlax_stack.models.hf import load_hf, save_hf
+from rlax_stack.models.hf import load_hf, read_hf_config, save_hf
 from rlax_stack.models.layout import get_leaf, leaves
 from rlax_stack.models.safetensors_reader import read_header
 
@@ -56,6 +56,7 @@ def test_model_survives_the_round_trip(saved, change, max_shard_bytes):
     assert all(shard.stat().st_size < 25_000 or len(read_header(shard)) == 1 for shard in shards)
   else:
     assert [shard.name for shard in shards] == ['model.safetensors']
+  assert read_hf_config(path) == config
   loaded_config, params = load_hf(path)
   assert loaded_config == config
   assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))

@@ -1,0 +1,218 @@
+"""Tokens per second of one optimizer step, against what the machine's matrix products allow.
+
+  python -m benchmarks.learner_step
+
+Workloads, on a decoder of SmolLM2-135M's shape: W3 is 8 groups of 8 samples, 64 prompt and 64
+sampled tokens; W4 is 2 groups of 8, 1,024 and 64. Tokens are counted as if every sequence were
+separate (prompt and completion, sample by sample). The limit counts the FLOP that cannot be avoided
+(each prompt once, the LM head at sampled tokens only, attention over visible pairs only, backward
+twice forward) at the best rate of matrix products measured in the same run. The last line is JSON.
+"""
+
+import json
+import resource
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+
+from benchmarks import limits
+from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
+from rlax_stack.learner.packing import pack_groups, pack_separate
+from rlax_stack.learner.precision import COMPUTE_DTYPES, resolve_compute_dtype
+from rlax_stack.learner.row_plan import RowPlan, plan_rows
+from rlax_stack.learner.scoring import ForwardSettings
+from rlax_stack.learner.state import init_state
+from rlax_stack.learner.train_step import LossSettings, make_train_step
+from rlax_stack.models import decoder
+from rlax_stack.models.config import ModelConfig
+from rlax_stack.sharding import make_mesh
+from rlax_stack.types import FinishReason, Group, Prompt, Trajectory
+
+
+class Workload(NamedTuple):
+  """A batch: groups of group_size samples, in tokens."""
+
+  groups: int
+  group_size: int
+  prompt_tokens: int
+  sampled_tokens: int
+
+
+WORKLOADS = {'W3': Workload(8, 8, 64, 64), 'W4': Workload(2, 8, 1024, 64)}
+
+SMOLLM2_135M = ModelConfig(
+  vocab_size=49152,
+  hidden_size=576,
+  intermediate_size=1536,
+  num_layers=30,
+  num_heads=9,
+  num_kv_heads=3,
+  head_dim=64,
+  rope_theta=100000.0,
+  max_context=8192,
+)
+
+_WORKLOADS = flags.DEFINE_list('workloads', sorted(WORKLOADS), 'which of W3, W4')
+_REPEATS = flags.DEFINE_integer('repeats', 3, 'measured steps of each layout; the fastest counts')
+_UNPACKED = flags.DEFINE_bool('unpacked', True, 'measure one row per sequence as well')
+_DTYPE = flags.DEFINE_enum('compute_dtype', 'auto', COMPUTE_DTYPES, 'of activations')
+_MICRO = flags.DEFINE_integer('micro_batch_tokens', 1152, 'tokens computed at once, about')
+_REMAT = flags.DEFINE_enum('remat', 'none', ['none', 'layer', 'dots'], 'what backward recomputes')
+
+
+def unavoidable_flops(config: ModelConfig, work: Workload) -> float:
+  """FLOP of forward and backward with each prompt computed once."""
+  prompt, sampled = work.prompt_tokens, work.sampled_tokens
+  # The last sampled token predicts nothing, so it need not be computed.
+  branch = sampled - 1
+  tokens = prompt + work.group_size * branch
+  pairs = prompt * (prompt + 1) / 2 + work.group_size * branch * (prompt + (branch + 1) / 2)
+  layers = 2 * limits.layer_parameters(config) * tokens
+  attention = 4 * config.num_heads * config.head_dim * config.num_layers * pairs
+  head = 2 * config.hidden_size * config.vocab_size * work.group_size * sampled
+  return 3.0 * work.groups * (layers + attention + head)
+
+
+def make_groups(config: ModelConfig, work: Workload) -> list[Group]:
+  """Groups of random tokens, every sampled one trained on."""
+  rng = np.random.default_rng(0)
+  groups = []
+  length = work.prompt_tokens + work.sampled_tokens
+  sampled = np.arange(length) >= work.prompt_tokens
+  for group_id in range(work.groups):
+    prompt = rng.integers(0, config.vocab_size, work.prompt_tokens).astype(np.int32)
+    trajectories = tuple(
+      Trajectory(
+        group_id=group_id,
+        sample_index=i,
+        prompt_id=str(group_id),
+        tokens=np.concatenate(
+          [prompt, rng.integers(0, config.vocab_size, work.sampled_tokens).astype(np.int32)]
+        ),
+        source_t=sampled.astype(np.int8),
+        mask_t=sampled,
+        behaviour_log_probs_t=np.where(sampled, -10.0, 0.0).astype(np.float32),
+        raw_log_probs_t=np.zeros(length, np.float32),
+        version_t=np.zeros(length, np.int32),
+        finish_reason=FinishReason.LENGTH,
+      )
+      for i in range(work.group_size)
+    )
+    task = Prompt(prompt_id=str(group_id), messages=(), answer='')
+    groups.append(
+      Group(group_id=group_id, prompt=task, prompt_tokens=prompt, trajectories=trajectories)
+    )
+  return groups
+
+
+def _plan(work: Workload, separate: bool) -> RowPlan:
+  size = 1 if separate else work.group_size
+  return plan_rows(
+    groups_per_batch=work.groups * work.group_size // size,
+    group_size=size,
+    max_prompt_tokens=work.prompt_tokens,
+    max_tokens=work.sampled_tokens,
+    micro_batch_tokens=_MICRO.value,
+  )
+
+
+class Bench:
+  """One learner state and the steps that run on it."""
+
+  def __init__(self, config: ModelConfig, dtype: Any):
+    self._config = config
+    self._mesh = make_mesh({}, jax.devices()[:1])
+    self._optimizer = OptimizerSettings(learning_rate=1e-6, warmup_steps=10)
+    self._forward = ForwardSettings(compute_dtype=dtype, remat=_REMAT.value)
+    params = decoder.init_params(config, jax.random.key(0))
+    self._state = init_state(params, make_optimizer(self._optimizer), self._mesh)
+
+  def seconds(self, work: Workload, *, separate: bool) -> dict[str, float]:
+    """Compile time and the time of the fastest step."""
+    step = make_train_step(
+      self._config,
+      self._mesh,
+      forward=self._forward,
+      loss=LossSettings(),
+      optimizer=self._optimizer,
+    )
+    plan, groups = _plan(work, separate), make_groups(self._config, work)
+    pack = pack_separate if separate else pack_groups
+    adv = [np.linspace(-1, 1, work.group_size, dtype=np.float32) for _ in groups]
+    packed = pack(groups, adv, row_shapes=[plan.shape], rows_multiple=plan.micro_batch_rows)
+    micro = packed.tokens.shape[0] // plan.micro_batch_rows
+    batch = jax.tree.map(
+      lambda x: jax.device_put(x.reshape(micro, plan.micro_batch_rows, *x.shape[1:])), packed
+    )
+    times = []
+    for _ in range(_REPEATS.value + 1):
+      start = time.perf_counter()
+      self._state, metrics = step(self._state, batch, np.int32(micro))
+      jax.block_until_ready((self._state, metrics))
+      times.append(time.perf_counter() - start)
+      logging.info('%s micro-batches of %s rows of %s: %.2f s', micro, *_sizes(plan), times[-1])
+    return {'first': times[0], 'best': min(times[1:])}
+
+
+def _sizes(plan: RowPlan) -> tuple[int, int]:
+  return plan.micro_batch_rows, plan.shape.length
+
+
+def _peak_gib() -> float:
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _measure(bench: Bench, config: ModelConfig, name: str, dtype: Any) -> dict[str, float]:
+  work = WORKLOADS[name]
+  counted = work.groups * work.group_size * (work.prompt_tokens + work.sampled_tokens)
+  packed = bench.seconds(work, separate=False)
+  peak = _peak_gib()
+  # After the steps: on a machine that others use, the kinder moment would be the wrong one.
+  rates = limits.matmul_flops_per_s(config, _MICRO.value, dtype)
+  rate = max(rates.values())
+  limit = counted / (unavoidable_flops(config, work) / rate)
+  result = {
+    'tokens_per_s': counted / packed['best'],
+    'limit_tokens_per_s': limit,
+    'ratio_to_limit': counted / packed['best'] / limit,
+    'step_s': packed['best'],
+    'first_step_s': packed['first'],
+    'gflop_per_s': rate / 1e9,
+    'peak_gib': peak,
+  }
+  if _UNPACKED.value:
+    separate = bench.seconds(work, separate=True)
+    result['unpacked_tokens_per_s'] = counted / separate['best']
+    result['packed_speedup'] = separate['best'] / packed['best']
+    result['unpacked_peak_gib'] = _peak_gib()
+  return {key: round(value, 3) for key, value in result.items()}
+
+
+def main(argv):
+  """Prints a table and one line of JSON."""
+  del argv
+  dtype = resolve_compute_dtype(_DTYPE.value)
+  bench = Bench(SMOLLM2_135M, dtype)
+  results = {}
+  for name in _WORKLOADS.value:
+    results[name] = _measure(bench, SMOLLM2_135M, name, dtype)
+    lines = (f'  {key:24s}{value:12.2f}' for key, value in results[name].items())
+    print('\n'.join([f'{name} {WORKLOADS[name]}', *lines]))
+  ratios = [result['ratio_to_limit'] for result in results.values()]
+  print(
+    json.dumps(
+      {
+        'benchmark': 'learner_step',
+        'dtype': np.dtype(dtype).name,
+        'ratio_to_limit': min(ratios),
+        **results,
+      }
+    )
+  )
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -4,7 +4,7 @@ Nothing here decides anything: values come from the config, the order of calls i
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -68,8 +68,12 @@ def make_prompts(config: RunConfig) -> Prompts:
   return Prompts(train=train, held_out=held_out, iterator=PromptIterator(train, seed=config.seed))
 
 
-def load_checked_model(config: RunConfig, prompts: Prompts) -> LoadedModel:
+def load_checked_model(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> LoadedModel:
   """The model, and the promise that every prompt and sample fits its context.
+
+  Args:
+    config: of the run.
+    prompts: the prompts to be used, by their section in config.data.
 
   Raises:
     ModelFileError: see `load_model`.
@@ -83,7 +87,7 @@ def load_checked_model(config: RunConfig, prompts: Prompts) -> LoadedModel:
       f'config.rollout.max_prompt_tokens + max_tokens = {limit + sampled} exceeds the context of '
       f'{config.model.path}, {model.config.max_context} tokens. Lower one of them.'
     )
-  for name, source in (('train', prompts.train), ('eval', prompts.held_out)):
+  for name, source in prompts.items():
     for prompt in source:
       length = len(model.tokenizer.encode_chat(prompt.messages))
       if length > limit:

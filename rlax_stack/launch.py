@@ -84,7 +84,7 @@ def _run(
   chain = stack.enter_context(sources.make_chain(config.rewards))
   chain.start()
   progress.phase(f'loading {config.model.path}')
-  model = assembly.load_checked_model(config, prompts)
+  model = assembly.load_checked_model(config, {'train': prompts.train, 'eval': prompts.held_out})
   progress.phase('building the learner')
   learner = assembly.make_learner(config, model)
   checkpointer = Checkpointer(folder.checkpoints_dir, keep=config.checkpoint.keep)

@@ -2,13 +2,20 @@
 
 import json
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
 from rlax_stack.learner.checkpoint import load_checkpoint_params
+from rlax_stack.models.load import load_model
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def metrics_of(workdir):
@@ -21,9 +28,9 @@ def metrics_of(workdir):
 
 def params_of(workdir):
   """Leaves of the newest checkpoint's weights, by path."""
-  import jax
-
-  leaves, _ = jax.tree_util.tree_flatten_with_path(load_checkpoint_params(workdir / 'toy'))
+  leaves, _ = jax.tree_util.tree_flatten_with_path(
+    load_checkpoint_params(workdir / 'toy' / 'checkpoints')
+  )
   return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
@@ -99,6 +106,29 @@ def test_ctrl_c_saves_and_says_how_to_go_on(launch, tmp_path):
   done = launch('--config.steps=1000', '--config.learner.learning_rate=0.5')
   assert done.returncode == 2
   assert 'learner.learning_rate' in done.stdout and '0.01 -> 0.5' in done.stdout
+
+
+@pytest.mark.slow
+def test_evaluate_and_export_a_run(launch, tmp_path):
+  assert launch('--config.steps=10').returncode == 0
+  run = tmp_path / 'toy'
+  done = launch(f'--run={run}', '--config.eval.pass_at=(1,8)', module='evaluate')
+  assert done.returncode == 0, done.stdout
+  result = json.loads(done.stdout.strip().splitlines()[-1])
+  assert result['num_samples'] == 32 and result['failed'] == 0
+  assert result['pass_at']['1'] == pytest.approx(result['accuracy'])
+  assert result['pass_at']['8'] >= result['pass_at']['1']
+  untrained = launch(module='evaluate')
+  before = json.loads(untrained.stdout.strip().splitlines()[-1])['accuracy']
+  last = [line for line in launch('--config.steps=10').stdout.splitlines() if 'accuracy: ' in line]
+  assert last[-1].startswith(f'held-out accuracy: {before:.2f} -> {result["accuracy"]:.2f} in ')
+  out = tmp_path / 'exported'
+  command = [sys.executable, '-m', 'rlax_stack.export', f'--run={run}', f'--out={out}']
+  subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+  exported = load_model(out).params['embedder']['embedding']
+  np.testing.assert_array_equal(exported, params_of(tmp_path)["['embedder']['embedding']"])
+  missing = launch('--run=nowhere', module='evaluate')
+  assert missing.returncode == 2 and "no run folder 'nowhere'" in missing.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""`python -m rlax_stack.evaluate --config=…`: accuracy and pass@k of a model, or of a trained run.
+
+    python -m rlax_stack.evaluate --config=configs/quickstart.py --run=runs/quickstart \\
+        --config.eval.samples=8 --config.eval.pass_at='(1,4,8)'
+
+The prompts are those of config.data.eval, the verifiers those of config.rewards. Without --run the
+model of the config is evaluated as it is. The last line is JSON.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+
+from absl import flags, logging
+
+from rlax_stack import assembly, command_line, sources
+from rlax_stack.compile_cache import enable_compile_cache
+from rlax_stack.config import RunConfig
+from rlax_stack.errors import CheckpointError
+from rlax_stack.evaluation import Evaluation, evaluate_groups
+from rlax_stack.learner.checkpoint import load_checkpoint_params
+from rlax_stack.models.load import LoadedModel
+
+
+def evaluate(config: RunConfig, *, run: str | None = None) -> Evaluation:
+  """Samples and verifies the held-out prompts of a config.
+
+  Args:
+    config: checked by config_rules.
+    run: folder of a run whose newest checkpoint holds the weights; None takes the model's own.
+
+  Raises:
+    DataError, ModelFileError, PromptTooLongError: what is read is missing or does not fit.
+    CheckpointError: `run` has no checkpoint that can be read.
+    RewardError: no sample could be verified.
+  """
+  held_out = sources.make_source(config.data.eval)
+  model = assembly.load_checked_model(config, {'eval': held_out})
+  if run is not None:
+    model = _with_weights_of(model, pathlib.Path(run))
+  scheduler = assembly.make_scheduler(config, model)
+  scheduler.swap_params(model.params, 0)
+  with sources.make_chain(config.rewards) as chain:
+    groups = assembly.held_out_groups(config, model, chain, held_out, scheduler.generate_all)
+  return evaluate_groups(
+    groups,
+    label=next(iter(config.rewards.verifiers)),
+    correct_at=config.eval.correct_at,
+    pass_at=config.eval.pass_at,
+  )
+
+
+def _with_weights_of(model: LoadedModel, run: pathlib.Path) -> LoadedModel:
+  if not run.is_dir():
+    raise CheckpointError(f'there is no run folder {str(run)!r}. Give for example runs/quickstart.')
+  return dataclasses.replace(model, params=load_checkpoint_params(run / 'checkpoints'))
+
+
+def main(argv: Sequence[str]) -> int:
+  """The command; returns its exit status."""
+
+  def define(values: flags.FlagValues) -> None:
+    flags.DEFINE_string('run', None, 'Folder of a run to evaluate.', flag_values=values)
+
+  config, values = command_line.parse(argv, define)
+  enable_compile_cache()
+  result = evaluate(config, run=values['run'].value)
+  logging.info('%d samples, %d without a verdict.', result.num_samples, result.failed)
+  print(f'accuracy: {result.accuracy:.4f}')
+  for k, value in result.pass_at.items():
+    print(f'pass@{k}: {value:.4f}')
+  print(json.dumps({**result._asdict(), 'pass_at': {str(k): v for k, v in result.pass_at.items()}}))
+  return 0
+
+
+if __name__ == '__main__':
+  command_line.run(main)

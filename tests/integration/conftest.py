@@ -54,8 +54,14 @@ def toy(tmp_path_factory):
   return folder
 
 
+@pytest.fixture(scope='session')
+def toy_arguments(toy):
+  """Makes the flags of the toy run for a workdir."""
+  return lambda workdir: _arguments(toy, workdir)
+
+
 @pytest.fixture
-def launch(toy, tmp_path):
+def launch(toy_arguments, tmp_path):
   """Runs the command line in a process of its own; returns its CompletedProcess or its Popen."""
 
   def start(*changes, module='launch', wait=True, timeout_s=240.0):
@@ -75,7 +81,7 @@ def launch(toy, tmp_path):
   return start
 
 
-def toy_arguments(toy, workdir):
+def _arguments(toy, workdir):
   """Flags of the toy run."""
   fields = {
     'name': 'toy',

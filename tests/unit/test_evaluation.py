@@ -31,7 +31,9 @@ def group(group_id, scores):
     )
     for i, score in enumerate(scores)
   )
-  return Group(group_id=group_id, prompt=prompt, prompt_tokens=tokens[:1], trajectories=trajectories)
+  return Group(
+    group_id=group_id, prompt=prompt, prompt_tokens=tokens[:1], trajectories=trajectories
+  )
 
 
 def test_accuracy_and_pass_at_k():

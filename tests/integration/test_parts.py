@@ -1,0 +1,223 @@
+"""The parts of a run, connected in this process: the numerics contract across engine and learner."""
+
+import dataclasses
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from rlax_stack import assembly, command_line, sources
+from rlax_stack.compile_counter import CompileCounter
+from rlax_stack.errors import CheckpointError, ConfigError, PromptTooLongError
+from rlax_stack.fleet.local_runtime import LocalRuntime
+from rlax_stack.fleet.parameter_server import ParameterServer
+from rlax_stack.learner.checkpoint import Checkpointer
+from rlax_stack.observe.metrics import open_metrics
+from rlax_stack.observe.progress import Progress
+from rlax_stack.observe.rollouts_writer import RolloutsWriter
+from rlax_stack.train_loop import Account, LoopParts, TrainLoop, account_from, batch_metrics
+from rlax_stack.types import Group
+
+STEPS = 3
+
+
+@pytest.fixture(scope='module')
+def config(toy_arguments):
+  flags = toy_arguments('unused')
+  changes = (
+    f'--config.steps={STEPS}',
+    '--config.rollout.group_size=4',
+    '--config.eval.every_steps=2',
+  )
+  return command_line.parse(['launch', *flags, *changes])[0]
+
+
+@pytest.fixture(scope='module')
+def model(config):
+  prompts = assembly.make_prompts(config)
+  return assembly.load_checked_model(config, {'train': prompts.train})
+
+
+def run_loop(config, model, folder):
+  """A run through coordinator, parameter server and worker thread; the learner and all batches."""
+  prompts = assembly.make_prompts(config)
+  learner = assembly.make_learner(config, model)
+  coordinator = assembly.make_coordinator(config, prompts.iterator)
+  server, batches = ParameterServer(), []
+  train = learner.train
+  learner.train = lambda groups: batches.append(groups) or train(groups)
+  with (
+    sources.make_chain(config.rewards) as chain,
+    open_metrics(jsonl_path=folder / 'metrics.jsonl') as metrics,
+    CompileCounter() as counter,
+  ):
+    worker = assembly.make_worker(config, model, chain)
+    (folder / 'samples').mkdir()
+    checkpointer = Checkpointer(folder / 'checkpoints', keep=1)
+    parts = LoopParts(
+      learner=learner,
+      coordinator=coordinator,
+      parameter_server=server,
+      checkpointer=checkpointer,
+      metrics=metrics,
+      rollouts=RolloutsWriter(folder / 'samples'),
+      progress=Progress(mode='off'),
+      compile_counter=counter,
+      evaluate=lambda: assembly.held_out_groups(
+        config,
+        model,
+        chain,
+        prompts.held_out,
+        lambda requests: worker.generate_all(requests, server.latest()),
+      ),
+      score_seconds=lambda: worker.stats.score_s,
+      stop_requested=lambda: False,
+    )
+    loop = TrainLoop(config, parts, Account())
+    with LocalRuntime(worker, coordinator=coordinator, parameter_server=server):
+      assert loop.run()
+    checkpointer.close()
+  coordinator.check()
+  return loop, learner, batches, coordinator
+
+
+def run_synchronously(config, model):
+  """The same steps with neither threads nor coordinator: draw, score, train, swap."""
+  prompts = assembly.make_prompts(config)
+  learner = assembly.make_learner(config, model)
+  scheduler = assembly.make_scheduler(config, model)
+  sampling = sources.train_sampling(config, model.tokenizer.stop_token_ids)
+  count, batches = config.rollout.group_size, []
+  with sources.make_chain(config.rewards) as chain:
+    for step in range(config.steps):
+      scheduler.swap_params(learner.snapshot(), step)
+      groups = []
+      for index in range(config.rollout.groups_per_step):
+        group_id = step * config.rollout.groups_per_step + index
+        prompt = prompts.iterator.next()
+        groups.append(draw(scheduler, chain, model, prompt, group_id, count, sampling))
+      batches.append(groups)
+      learner.train(groups).result()
+  return learner, batches
+
+
+def draw(scheduler, chain, model, prompt, group_id, count, sampling):
+  requests = [
+    assembly.GenerationRequest(
+      group_id=group_id,
+      sample_index=i,
+      prompt_tokens=model.tokenizer.encode_chat(prompt.messages),
+      sampling=sampling,
+    )
+    for i in range(count)
+  ]
+  samples = scheduler.generate_all(requests)
+  texts = [model.tokenizer.decode(sample.tokens.tolist()) for sample in samples]
+  rewards = chain.score(texts, [prompt] * count)
+  trajectories = tuple(
+    assembly.make_trajectory(sample, prompt_id=prompt.prompt_id, text=text, reward=reward)
+    for sample, text, reward in zip(samples, texts, rewards, strict=True)
+  )
+  return Group(
+    group_id=group_id,
+    prompt=prompt,
+    prompt_tokens=requests[0].prompt_tokens,
+    trajectories=trajectories,
+  )
+
+
+@pytest.fixture(scope='module')
+def loop_run(config, model, tmp_path_factory):
+  return run_loop(config, model, tmp_path_factory.mktemp('loop'))
+
+
+@pytest.mark.slow
+def test_on_policy_through_the_fleet_equals_the_synchronous_loop(config, model, loop_run):
+  _, learner, batches, _ = loop_run
+  want, want_batches = run_synchronously(config, model)
+  for groups, want_groups in zip(batches, want_batches, strict=True):
+    for group, want_group in zip(groups, want_groups, strict=True):
+      for one, other in zip(group.trajectories, want_group.trajectories, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.behaviour_log_probs_t, other.behaviour_log_probs_t)
+        np.testing.assert_array_equal(one.version_t, other.version_t)
+  jax.tree.map(np.testing.assert_array_equal, learner.params, want.params)
+
+
+@pytest.mark.slow
+def test_ledger_and_account_close(config, loop_run):
+  loop, _, _, coordinator = loop_run
+  counts = coordinator.counts()
+  assert counts['trained'] == STEPS * config.rollout.groups_per_step * config.rollout.group_size
+  assert loop.account.held_out_before is not None and loop.account.held_out_after is not None
+  assert loop.account.train_seconds > 0
+
+
+@pytest.mark.slow
+def test_engine_log_probs_equal_the_learners(config, model):
+  learner = assembly.make_learner(config, model)
+  scheduler = assembly.make_scheduler(config, model)
+  scheduler.swap_params(learner.snapshot(), 0)
+  prompts = assembly.make_prompts(config)
+  sampling = sources.train_sampling(config, model.tokenizer.stop_token_ids)
+  with sources.make_chain(config.rewards) as chain:
+    groups = [
+      draw(scheduler, chain, model, prompts.iterator.next(), i, 4, sampling) for i in range(3)
+    ]
+  for group, scores in zip(groups, learner.score(groups), strict=True):
+    for trajectory, score in zip(group.trajectories, scores, strict=True):
+      sampled = trajectory.mask_t
+      np.testing.assert_allclose(
+        trajectory.behaviour_log_probs_t[sampled], score[sampled], atol=1e-4
+      )
+
+
+@pytest.mark.slow
+def test_stale_samples_are_corrected_and_bounded(config, model, tmp_path):
+  stale = dataclasses.replace(config, fleet=dataclasses.replace(config.fleet, max_staleness=2))
+  _, learner, batches, coordinator = run_loop(stale, model, tmp_path)
+  assert learner.version == STEPS
+  for version, groups in enumerate(batches):
+    for trajectory in (t for group in groups for t in group.trajectories):
+      assert 0 <= version - trajectory.oldest_version <= 2
+  assert coordinator.counts()['dropped_stale'] == 0
+
+
+def test_mistakes_in_prompts_and_context(config):
+  rollout = dataclasses.replace(config.rollout, max_prompt_tokens=1)
+  prompts = assembly.make_prompts(config)
+  with pytest.raises(PromptTooLongError, match='config.data.train has 2 tokens, more than'):
+    assembly.load_checked_model(
+      dataclasses.replace(config, rollout=rollout), {'train': prompts.train}
+    )
+  rollout = dataclasses.replace(config.rollout, max_tokens=100)
+  with pytest.raises(ConfigError, match='= 108 exceeds the context'):
+    assembly.load_checked_model(dataclasses.replace(config, rollout=rollout), {})
+
+
+def test_free_keys_bind_steps_to_a_schedule(config):
+  assert 'steps' in assembly.free_keys(config)
+  learner = dataclasses.replace(config.learner, decay='cosine')
+  assert 'steps' not in assembly.free_keys(dataclasses.replace(config, learner=learner))
+
+
+def test_account_of_a_checkpoint():
+  assert account_from(None) == Account()
+  saved = dataclasses.asdict(Account(held_out_before=0.25, train_seconds=3.0))
+  assert account_from({'account': saved}).held_out_before == 0.25
+  with pytest.raises(CheckpointError, match='no readable account'):
+    account_from({'account': {'colour': 1}})
+
+
+@pytest.mark.slow
+def test_batch_metrics_by_hand(loop_run):
+  groups = loop_run[2][0]
+  values = batch_metrics(groups, 2.0)
+  rewards = [t.reward.value for g in groups for t in g.trajectories]
+  lengths = [t.num_sampled for g in groups for t in g.trajectories]
+  assert values['reward/mean'] == pytest.approx(np.mean(rewards))
+  assert values['reward/std'] == pytest.approx(np.std(rewards))
+  assert values['rollout/response_length'] == pytest.approx(np.mean(lengths))
+  assert values['perf/tokens_per_s'] == pytest.approx(sum(lengths) / 2.0)
+  assert threading.active_count() < 20

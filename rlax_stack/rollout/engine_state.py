@@ -89,7 +89,7 @@ class EngineConfig:
   def prefill_batches(self, bucket: int) -> tuple[int, ...]:
     """Numbers of prompts, ascending, for which a prefill program of this bucket exists."""
     many = self.prefill_tokens // bucket
-    return (1, many) if many > 1 else (1,)
+    return (max(1, many),)
 
 
 class RowState(NamedTuple):

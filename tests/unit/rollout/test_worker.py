@@ -1,0 +1,155 @@
+"""The worker against the real coordinator and parameter server: whole groups, versions, lost leases, guests, stops."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rlax_stack.errors import PromptTooLongError
+from rlax_stack.fleet.coordinator import Coordinator
+from rlax_stack.fleet.parameter_server import ParameterServer
+from rlax_stack.rollout.scheduler import Scheduler
+from rlax_stack.rollout.worker import RolloutWorker
+from rlax_stack.types import Message, Prompt, Reward, SamplingParams, Source
+
+_GROUP, _BATCH = 3, 2
+
+
+class _Tokenizer:
+  stop_token_ids = (96,)
+
+  def encode_chat(self, messages):
+    return np.arange(1, 1 + len(messages[0].content), dtype=np.int32)
+
+  def decode(self, ids):
+    return ' '.join(str(i) for i in ids)
+
+
+def _score(texts, prompts):
+  return [Reward(value=float(len(text))) for text in texts]
+
+
+def _prompts(length=7):
+  number = 0
+  while True:
+    number += 1
+    content = 'x' * (length + number % 3)
+    yield Prompt(
+      prompt_id=f'p{number}', messages=(Message(role='user', content=content),), answer=''
+    )
+
+
+class _Run:
+  """A coordinator, a server and a worker in a thread."""
+
+  def __init__(self, tiny, length=7, **options):
+    prompts = _prompts(length)
+    self.coordinator = Coordinator(
+      lambda: next(prompts),
+      group_size=_GROUP,
+      groups_per_batch=_BATCH,
+      max_staleness=0,
+      lease_timeout_s=60.0,
+    )
+    self.server = ParameterServer()
+    self.params = tiny.params
+    self.worker = RolloutWorker(
+      Scheduler(tiny.engine()),
+      tokenizer=_Tokenizer(),
+      score=_score,
+      sampling=SamplingParams(max_tokens=8),
+      **options,
+    )
+    self.stop = threading.Event()
+    self.error = None
+    self.thread = threading.Thread(target=self._run)
+
+  def _run(self):
+    try:
+      self.worker(self.coordinator, self.server, self.stop)
+    except Exception as error:
+      self.error = error
+      self.coordinator.close(error)
+
+  def publish(self, version):
+    self.server.publish(version, self.params(version))
+    self.coordinator.on_published(version)
+
+  def __enter__(self):
+    self.thread.start()
+    return self
+
+  def __exit__(self, *unused):
+    self.stop.set()
+    self.thread.join(60)
+    self.coordinator.close()
+
+
+def test_on_policy_loop_delivers_whole_groups_of_the_published_version(tiny):
+  with _Run(tiny) as run:
+    for version in range(3):
+      run.publish(version)
+      groups = run.coordinator.next_batch(version, timeout_s=60.0)
+      assert [g.group_id for g in groups] == [2 * version, 2 * version + 1]
+      for group in groups:
+        assert len(group.trajectories) == _GROUP
+        for trajectory in group.trajectories:
+          sampled = trajectory.source_t == Source.POLICY
+          assert (trajectory.version_t[sampled] == version).all()
+          assert (trajectory.version_t[~sampled] == -1).all()
+          assert 1 <= trajectory.num_sampled <= 8
+          np.testing.assert_array_equal(trajectory.mask_t, sampled)
+          assert (trajectory.behaviour_log_probs_t[~sampled] == 0).all()
+          assert (trajectory.behaviour_log_probs_t[sampled] < 0).all()
+          assert trajectory.text == _Tokenizer().decode(trajectory.tokens[sampled])
+          assert trajectory.reward.value == len(trajectory.text)
+          assert trajectory.prompt_id == group.prompt.prompt_id
+      run.coordinator.mark_trained(groups)
+  assert run.error is None
+  assert run.worker.stats.groups_delivered >= 6
+  assert run.worker.scheduler.stats.sampled_tokens > 0
+
+
+def test_guest_requests_run_between_chunks(tiny):
+  with _Run(tiny) as run:
+    run.publish(0)
+    snapshot = run.server.latest()
+    requests = [tiny.request(10**6, i, temperature=0.0) for i in range(2)]
+    samples = run.worker.generate_all(requests, snapshot)
+    want = tiny.scheduler().generate_all(requests)
+    for got, other in zip(samples, want, strict=True):
+      np.testing.assert_array_equal(got.tokens, other.tokens)
+    assert len(run.coordinator.next_batch(0, timeout_s=60.0)) == _BATCH
+  assert run.error is None
+
+
+def test_a_lost_lease_is_forgotten(tiny):
+  run = _Run(tiny, extend_every_s=0.0)
+  run.coordinator.on_published(0)
+  lease = run.coordinator.lease('rollout-0')
+  run.server.publish(0, tiny.params(0))
+  run.worker._pull(run.server.latest())
+  run.worker._start_group(lease)
+  run.coordinator.fail(lease, 'taken away')
+  run.coordinator.lease('another')
+  run.worker._heartbeat(run.coordinator)
+  assert run.worker.stats.groups_lost == 1
+  assert not run.worker.scheduler.has_work
+
+
+def test_too_long_prompt_stops_the_run_with_its_cure(tiny):
+  with _Run(tiny, length=40) as run:
+    run.publish(0)
+    with pytest.raises(PromptTooLongError, match='max_prompt_tokens'):
+      run.coordinator.next_batch(0, timeout_s=60.0)
+
+
+def test_stop_event_ends_an_idle_worker_at_once(tiny):
+  run = _Run(tiny)
+  with run:
+    time.sleep(0.05)
+    start = time.monotonic()
+  assert not run.thread.is_alive()
+  assert time.monotonic() - start < 5
+  assert run.error is None

@@ -3,8 +3,9 @@
   python -m benchmarks.rollout
 
 Workloads: W1 is 8 prompts x 8 samples, 64 prompt and 64 sampled tokens; W2 is 2 prompts x 8 samples, 1,024 and 64.
-Sampled tokens are counted, prefill time included. The limit comes from rates measured in the same run (rollout_limit.py).
-transformers' `generate` runs the same in the same dtype where torch and transformers are installed. The last line is JSON.
+Sampled tokens are counted, prefill time included. The limit comes from rates measured in the same run
+(rollout_limit.py). transformers' `generate` runs the same in the same dtype where torch and transformers are installed.
+The last line is JSON.
 """
 
 import gc
@@ -14,7 +15,6 @@ import os
 import time
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging

@@ -1,8 +1,9 @@
 """The least time a rollout can take on this machine, from rates measured here and now.
 
-Every matrix product of the model is timed at its own shape, with as many rows as the workload has, in the best of four
-layouts; memory is timed by reading and by copying more than any cache holds. A step of decode cannot be quicker than its
-products at those rates, nor than reading the weights and the KV it needs at that bandwidth. Each prompt is computed once.
+Every matrix product of the model is timed at its own shape, with as many rows as the workload has, in the best of
+four layouts; memory is timed by reading and by copying more than any cache holds. A step of decode cannot be quicker
+than its products at those rates, nor than reading the weights and the KV it needs at that bandwidth. Each prompt is
+computed once.
 """
 
 import time

@@ -123,13 +123,18 @@ def _empty(shape: tuple[int, ...], head_dim: int) -> _Softmax:
   )
 
 
-def _page(table: jax.Array, layer: int, page: jax.Array) -> jax.Array:
+def _page(table: jax.Array, layer: int | jax.Array, page: jax.Array) -> jax.Array:
   start = (layer, page) + (0,) * (table.ndim - 2)
   return jax.lax.dynamic_slice(table, start, (1, 1, *table.shape[2:]))[0, 0]
 
 
 def _over_prefixes(
-  q: jax.Array, prefix_k: jax.Array, prefix_v: jax.Array, work: WorkList, layer: int, oldest: Any
+  q: jax.Array,
+  prefix_k: jax.Array,
+  prefix_v: jax.Array,
+  work: WorkList,
+  layer: int | jax.Array,
+  oldest: Any,
 ) -> _Softmax:
   """Softmax state of every row [M, K, R] over its prefix; q [M, K, R, Dh]."""
   num_rows, num_kv, ratio, head_dim = q.shape
@@ -183,7 +188,7 @@ def shared_prefix_decode(
   suffix_length: jax.Array,
   work: WorkList,
   *,
-  layer: int = 0,
+  layer: int | jax.Array = 0,
   window: int | None = None,
   scale: float | None = None,
 ) -> jax.Array:
@@ -196,7 +201,7 @@ def shared_prefix_decode(
     prefix_length: int32 [M], tokens of each row's prefix (used by the window only).
     suffix_length: int32 [M], own tokens of each row, >= 1 where the row is in the work list.
     work: the work list; rows that are not in it get finite values without meaning.
-    layer: which of the L layers to read (static).
+    layer: which of the L layers to read; may be traced.
     window: a query sees the newest `window` tokens, itself included; None sees all.
     scale: of the scores; None is Dh**-0.5.
 

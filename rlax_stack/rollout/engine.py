@@ -68,9 +68,11 @@ def _logits(
   # The barrier keeps sine and cosine from being computed again in every layer.
   sin, cos = jax.lax.optimization_barrier(serving.column_rotation(config, rows.position))
   x = decoder.embed(params.model, rows.token, engine.compute_dtype).T
-  for i, layer in enumerate(params.layers):
-    q, k, v = serving.project_qkv(layer, config, x, sin, cos)
-    at = (i, block, slots, slice(None), place)
+
+  def run_layer(layer: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    x, suffix_k, suffix_v = carry
+    q, k, v = serving.project_qkv(params, config, layer, x, sin, cos)
+    at = (layer, block, slots, slice(None), place)
     suffix_k = suffix_k.at[at].set(k, unique_indices=True, mode='promise_in_bounds')
     suffix_v = suffix_v.at[at].set(v, unique_indices=True, mode='promise_in_bounds')
     attended = shared_prefix_decode(
@@ -82,10 +84,14 @@ def _logits(
       rows.position + 1 - rows.count,
       suffix_length,
       work,
-      layer=i,
+      layer=layer,
       window=config.sliding_window,
     )
-    x = serving.finish_layer(layer, config, x, attended)
+    return serving.finish_layer(params, config, layer, x, attended), suffix_k, suffix_v
+
+  x, suffix_k, suffix_v = jax.lax.fori_loop(
+    0, config.num_layers, run_layer, (x, suffix_k, suffix_v)
+  )
   return serving.logits_of(params, config, x), suffix_k, suffix_v
 
 
@@ -218,8 +224,14 @@ class Engine:
     """Serving form of a parameter tree (models/decoder.py) in the compute dtype."""
     dtype = self.engine_config.compute_dtype
     # One small program, run once a layer: compiling the whole conversion at once takes seconds.
-    layers = tuple(self._fuse(params['layers'], np.int32(i)) for i in range(self.config.num_layers))
-    return ServingParams(jax.tree.map(lambda x: jnp.asarray(x, dtype), params), layers)
+    kernels = tuple(
+      self._fuse(params['layers'], np.int32(i)) for i in range(self.config.num_layers)
+    )
+    model = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+    has_bias = self.config.attention_bias
+    return ServingParams(
+      model, kernels, serving.fuse_bias(params['layers'], dtype) if has_bias else None
+    )
 
   def init_decode_state(self) -> DecodeState:
     """Empty tables and idle slots."""

@@ -1,7 +1,7 @@
 """Prompt processing: the model over padded prompts, keeping each layer's keys and values and the last logits.
 
-Uses the decoder of models/ as it stands (scanned layers, one row per prompt). Attention is causal in blocks of queries, so
-that no score array grows with the square of a long prompt. Padding comes after the prompt and is seen by nobody.
+Uses the decoder of models/ as it stands (scanned layers, one row per prompt). Attention is causal in blocks of queries,
+so that no score array grows with the square of a long prompt. Padding comes after the prompt and is seen by nobody.
 """
 
 import jax

@@ -17,14 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlax_stack import rng
 from rlax_stack.errors import FleetError
-from rlax_stack.pallas_kernels.shared_prefix_decode import make_work_list
+from rlax_stack.pallas_kernels.shared_prefix_decode import WorkList, make_work_list
 from rlax_stack.rollout.engine import Engine
 from rlax_stack.rollout.engine_state import LENGTH, RUNNING, STOPPED, NewRows, ResultTokens
+from rlax_stack.rollout.new_rows import make_new_rows
 from rlax_stack.rollout.prefix_table import Entry, PrefixKey, PrefixTable, prefix_key
 from rlax_stack.rollout.requests import FinishedSample, GenerationRequest, check_request
-from rlax_stack.rollout.sampler import RowSampling
 from rlax_stack.types import FinishReason
 
 _REASONS = {STOPPED: FinishReason.STOP, LENGTH: FinishReason.LENGTH}
@@ -141,6 +140,28 @@ class Scheduler:
     fresh = jax.block_until_ready(self._engine.load_params(params))
     self._params, self._version = fresh, version
     self._table.sweep()
+
+  def warm_up(self) -> None:
+    """Compiles every program of the engine on nothing, so that no later step does; needs weights."""
+    sizes, params = self._sizes, self._params
+    for bucket in sizes.prompt_buckets:
+      for batch in sizes.prefill_batches(bucket):
+        prefix = self._engine.prefill(
+          params=params,
+          padded_tokens=np.zeros((batch, bucket), np.int32),
+          true_length=np.ones(batch, np.int32),
+        )
+        pages = np.full((batch, bucket // sizes.page_size), sizes.prefix_pages, np.int32)
+        entries = np.full(batch, sizes.slots, np.int32)
+        self._state = self._engine.insert(prefix, self._state, pages, entries)
+    self._state, _ = self._engine.bulk_insert(self._state, self._new_rows(()), self._version)
+    self._state, result = self._engine.generate(
+      params, self._state, self._work_list(), version=self._version, steps=1
+    )
+    idle = [slot for slot, row in enumerate(self._rows) if row is None]
+    for slot in idle[:1]:
+      self._state = self._engine.free_resource(slot, self._state)
+    jax.block_until_ready(result)
 
   def submit(self, request: GenerationRequest) -> None:
     """Queues a sample.
@@ -280,60 +301,39 @@ class Scheduler:
     self.stats.prefill_padded_tokens += tokens.size
 
   def _new_rows(self, slots: Sequence[int]) -> NewRows:
-    m, stops = self._sizes.slots, self._sizes.max_stop_ids
-    new = NewRows(
-      start=np.zeros(m, bool),
-      entry=np.zeros(m, np.int32),
-      prompt_length=np.ones(m, np.int32),
-      max_tokens=np.ones(m, np.int32),
-      sampling=RowSampling(
-        np.zeros(m, np.float32),
-        np.zeros(m, np.int32),
-        np.ones(m, np.float32),
-        np.zeros(m, np.float32),
-      ),
-      key=np.zeros((m, 2), np.uint32),
-      stop_ids=np.full((m, stops), -1, np.int32),
-    )
-    for slot in slots:
-      row = self._rows[slot]
-      request, wish = row.request, row.request.sampling
-      new.start[slot] = True
-      new.entry[slot] = row.entry.index
-      new.prompt_length[slot] = len(request.prompt_tokens)
-      new.max_tokens[slot] = wish.max_tokens
-      for column, value in zip(
-        new.sampling, (wish.temperature, wish.top_k, wish.top_p, wish.min_p), strict=True
-      ):
-        column[slot] = value
-      seed = self._run_seed if wish.seed is None else wish.seed
-      new.key[slot] = rng.sample_key_data(seed, request.group_id, request.sample_index)
-      new.stop_ids[slot, : len(wish.stop_token_ids)] = wish.stop_token_ids
-    return new
+    starting = {slot: (self._rows[slot].request, self._rows[slot].entry.index) for slot in slots}
+    return make_new_rows(self._sizes, starting, run_seed=self._run_seed)
 
   # Decoding.
 
   def _decode(self) -> list[FinishedSample]:
     sizes = self._sizes
-    work = make_work_list(
-      [None if row is None else row.entry.view for row in self._rows],
-      page_size=sizes.page_size,
-      rows_per_block=sizes.rows_per_block,
-      max_items=sizes.max_items,
-    )
     watched = any(row is not None and row.request.sampling.stop_strings for row in self._rows)
     steps = min(sizes.chunk_steps, _STOP_STRING_STEPS) if watched else sizes.chunk_steps
     # A refill costs a few per cent of a step, an idle slot one part in `slots`: wait for a few.
     stop_after = min(len(self._waiting), max(1, sizes.slots // 16))
     start = time.perf_counter()
     self._state, result = self._engine.generate(
-      self._params, self._state, work, version=self._version, steps=steps, stop_after=stop_after
+      self._params,
+      self._state,
+      self._work_list(),
+      version=self._version,
+      steps=steps,
+      stop_after=stop_after,
     )
     result = jax.device_get(result)
     self.stats.decode_s += time.perf_counter() - start
     self.stats.chunks += 1
     self.stats.decode_steps += int(result.steps)
     return self._collect(result)
+
+  def _work_list(self) -> WorkList:
+    return make_work_list(
+      [None if row is None else row.entry.view for row in self._rows],
+      page_size=self._sizes.page_size,
+      rows_per_block=self._sizes.rows_per_block,
+      max_items=self._sizes.max_items,
+    )
 
   def _collect(self, result: ResultTokens) -> list[FinishedSample]:
     """Adds a result's tokens to their rows and ends the rows that are done."""

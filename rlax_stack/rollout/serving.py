@@ -1,8 +1,10 @@
-"""The decoder in serving form: fused per-layer weights, and activations with one column per token.
+"""The decoder in serving form: fused per-layer kernels, and activations with one column per token.
 
 Decode multiplies few tokens by large matrices. On the CPU `W [out, in] @ x [in, M]` is two to three times quicker than
 `x [M, in] @ Wᵀ` for small M, and a column's result does not depend on where it stands; hence hidden states are [D, M]
-here. The same formulas as models/decoder.py, which stays the reference (a test compares the two).
+here. Layers run in a loop, compiled once. Slicing a layer's kernel out of a stack would copy the whole model in every
+step, so kernels are separate arrays and a switch picks the product. The formulas are those of models/decoder.py, which
+stays the reference (a test compares the two).
 """
 
 from typing import Any, NamedTuple
@@ -16,23 +18,30 @@ from rlax_stack.models.rope import rope_inverse_frequencies
 
 
 class ServingParams(NamedTuple):
-  """What every engine call takes: the model's own tree for prefill and the fused layers for decode."""
+  """What every engine call takes: the model's own tree for prefill and fused kernels for decode."""
 
   model: decoder.Params  # the tree of models/decoder.py, in the compute dtype
-  layers: tuple[decoder.Params, ...]  # one fused dict per layer
+  kernels: tuple[dict[str, jax.Array], ...]  # one dict per layer: qkv, o, gate_up, down, [out, in]
+  qkv_bias: jax.Array | None  # [L, out], where the model has one
 
 
-def fuse_layer(stacked: decoder.Params, index: jax.Array, *, dtype: Any) -> decoder.Params:
-  """Layer `index` of the stacked layers [L, ...] in `dtype`, with q, k, v and gate, up joined."""
-  layer = jax.tree.map(lambda x: x[index].astype(dtype), stacked)
+def fuse_layer(stacked: decoder.Params, index: jax.Array, *, dtype: Any) -> dict[str, jax.Array]:
+  """Kernels of layer `index` of the stacked layers [L, ...] in `dtype`, with q, k, v and gate, up joined."""
 
-  def join(*names: str) -> decoder.Params:
-    parts = [layer.pop(name) for name in names]
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, 0), *parts)
+  def join(*names: str) -> jax.Array:
+    return jnp.concatenate([stacked[f'{n}_proj']['kernel'][index].astype(dtype) for n in names])
 
-  layer['qkv_proj'] = join('q_proj', 'k_proj', 'v_proj')
-  layer['gate_up_proj'] = join('gate_proj', 'up_proj')
-  return layer
+  return {
+    'qkv': join('q', 'k', 'v'),
+    'o': join('o'),
+    'gate_up': join('gate', 'up'),
+    'down': join('down'),
+  }
+
+
+def fuse_bias(stacked: decoder.Params, dtype: Any) -> jax.Array:
+  """Biases of q, k, v joined, [L, out]."""
+  return jnp.concatenate([stacked[f'{n}_proj']['bias'].astype(dtype) for n in 'qkv'], axis=1)
 
 
 def column_rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -57,31 +66,49 @@ def _norm(scale: jax.Array, x: jax.Array, epsilon: float) -> jax.Array:
   return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype).reshape(shape)
 
 
+def _product(params: ServingParams, name: str, layer: jax.Array, x: jax.Array) -> jax.Array:
+  """Kernel `name` of a layer times x [in, M]."""
+  branches = [lambda y, w=kernels[name]: w @ y for kernels in params.kernels]
+  return jax.lax.switch(layer, branches, x)
+
+
 def project_qkv(
-  layer: decoder.Params, config: ModelConfig, x: jax.Array, sin: jax.Array, cos: jax.Array
+  params: ServingParams,
+  config: ModelConfig,
+  layer: jax.Array,
+  x: jax.Array,
+  sin: jax.Array,
+  cos: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """x [D, M] -> q [M, H, Dh], k and v [M, K, Dh]; normed, projected and rotated."""
-  y = layer['qkv_proj']['kernel'] @ _norm(layer['attn_norm']['scale'], x, config.rms_norm_eps)
-  if config.attention_bias:
-    y = y + layer['qkv_proj']['bias'].astype(y.dtype)[:, None]
+  """x [D, M] -> q [M, H, Dh], k and v [M, K, Dh] of int32 layer []: normed, projected and rotated."""
+  stacked, epsilon = params.model['layers'], config.rms_norm_eps
+  y = _product(params, 'qkv', layer, _norm(stacked['attn_norm']['scale'][layer], x, epsilon))
+  if params.qkv_bias is not None:
+    y = y + params.qkv_bias[layer][:, None]
   y = y.reshape(-1, config.head_dim, x.shape[1])
   heads, kv = config.num_heads, config.num_kv_heads
   q, k, v = jnp.split(y, (heads, heads + kv), axis=0)
   if config.qk_norm:
-    q = _norm(layer['q_norm']['scale'], q, config.rms_norm_eps)
-    k = _norm(layer['k_norm']['scale'], k, config.rms_norm_eps)
+    q = _norm(stacked['q_norm']['scale'][layer], q, epsilon)
+    k = _norm(stacked['k_norm']['scale'][layer], k, epsilon)
   rows = (_rotate(q, sin, cos), _rotate(k, sin, cos), v)
   return tuple(z.transpose(2, 0, 1) for z in rows)
 
 
 def finish_layer(
-  layer: decoder.Params, config: ModelConfig, x: jax.Array, attended: jax.Array
+  params: ServingParams,
+  config: ModelConfig,
+  layer: jax.Array,
+  x: jax.Array,
+  attended: jax.Array,
 ) -> jax.Array:
-  """Adds attention's output [M, H, Dh] and the MLP to x [D, M]."""
-  x = x + layer['o_proj']['kernel'] @ attended.reshape(x.shape[1], -1).astype(x.dtype).T
-  normed = _norm(layer['mlp_norm']['scale'], x, config.rms_norm_eps)
-  gate, up = jnp.split(layer['gate_up_proj']['kernel'] @ normed, 2, axis=0)
-  return x + layer['down_proj']['kernel'] @ (jax.nn.silu(gate) * up)
+  """Adds attention's output [M, H, Dh] and the MLP of int32 layer [] to x [D, M]."""
+  columns = attended.reshape(x.shape[1], -1).astype(x.dtype).T
+  x = x + _product(params, 'o', layer, columns)
+  scale = params.model['layers']['mlp_norm']['scale'][layer]
+  both = _product(params, 'gate_up', layer, _norm(scale, x, config.rms_norm_eps))
+  gate, up = jnp.split(both, 2, axis=0)
+  return x + _product(params, 'down', layer, jax.nn.silu(gate) * up)
 
 
 def logits_of(params: ServingParams, config: ModelConfig, x: jax.Array) -> jax.Array:

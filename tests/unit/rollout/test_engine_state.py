@@ -16,7 +16,7 @@ def test_sizes_are_chosen_from_the_longest_prompt_and_sample():
   assert (small.page_size, small.suffix_block, small.prefix_pages) == (64, 8, 64)
   assert (small.pages_per_prompt, small.suffix_blocks, small.max_items) == (1, 1, 64)
   assert small.prompt_buckets == (64,)
-  assert small.prefill_batches(64) == (1, 4)
+  assert small.prefill_batches(64) == (4,)
   large = EngineConfig(slots=64, max_prompt_tokens=1024, max_new_tokens=64)
   assert (large.page_size, large.suffix_block, large.prefix_pages) == (256, 32, 128)
   assert large.prompt_buckets == (256, 1024)

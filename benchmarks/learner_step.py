@@ -150,7 +150,7 @@ class Bench:
     times = []
     for _ in range(_REPEATS.value + 1):
       start = time.perf_counter()
-      self._state, metrics = step(self._state, batch, np.int32(micro))
+      self._state, metrics = step(self._state, batch, jax.numpy.int32(micro))
       jax.block_until_ready((self._state, metrics))
       times.append(time.perf_counter() - start)
       logging.info('%s micro-batches of %s rows of %s: %.2f s', micro, *_sizes(plan), times[-1])

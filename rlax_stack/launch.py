@@ -29,7 +29,7 @@ from rlax_stack.train_loop import Account, LoopParts, TrainLoop, account_from
 def main(argv: Sequence[str]) -> int:
   """Parses the command line and runs it; returns the exit status."""
   config, values = command_line.parse(argv)
-  folder = RunFolder(values['workdir'].value, config.name)
+  folder = RunFolder(str(values['workdir'].value), config.name)
   return train(config, folder, command=argv[1:])
 
 

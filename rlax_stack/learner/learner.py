@@ -188,8 +188,9 @@ class Learner:
     return tuple(result)
 
   def _advantages(self, group: Group) -> np.ndarray:
-    rewards = [t.reward.value if t.reward else None for t in group.trajectories]
-    if None in rewards:
+    values = [t.reward.value if t.reward else None for t in group.trajectories]
+    rewards = [value for value in values if value is not None]
+    if len(rewards) < len(values):
       raise DataError(
         f'group {group.group_id} has a trajectory without a reward. Score it or drop it first.'
       )

@@ -120,7 +120,7 @@ def make_score(
   )
 
 
-def micro_batch(batch: PackedBatch, index: jax.Array) -> PackedBatch:
+def micro_batch(batch: Any, index: jax.Array) -> Any:
   """Micro-batch `index` of a batch of [M, rows, ...] arrays."""
   return jax.tree.map(
     lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False), batch

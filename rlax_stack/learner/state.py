@@ -16,14 +16,14 @@ from rlax_stack.sharding import param_shardings
 
 
 class LearnerState(NamedTuple):
-  """All counters are int32 scalars."""
+  """All counters are int32 scalars. The same tree also holds the shapes or shardings of its leaves."""
 
   params: Any  # float32 master weights, the nested dict of models/decoder.py
   opt_state: Any
-  version: jax.Array  # batches trained: the weights version that comes out of the last one
-  step: jax.Array  # optimizer updates tried
-  skipped: jax.Array  # updates skipped for a non-finite loss or gradient, since the start
-  skipped_in_row: jax.Array  # the same, since the last update that was applied
+  version: Any  # batches trained: the weights version that comes out of the last one
+  step: Any  # optimizer updates tried
+  skipped: Any  # updates skipped for a non-finite loss or gradient, since the start
+  skipped_in_row: Any  # the same, since the last update that was applied
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:

@@ -117,10 +117,10 @@ def _accumulate(part: Callable, params: Any, num_micro: jax.Array) -> _Total:
 
   def body(index, total):
     (_, out), gradient = jax.value_and_grad(part, has_aux=True)(params, index)
-    sums = jax.tree.map(
+    gradients, losses, metrics = jax.tree.map(
       jnp.add, (total.gradient, total.loss, total.metrics), (gradient, out.loss, out.metrics)
     )
-    return _Total(*sums, jnp.maximum(total.ratio_max, out.ratio_max))
+    return _Total(gradients, losses, metrics, jnp.maximum(total.ratio_max, out.ratio_max))
 
   _, out = jax.eval_shape(lambda: part(params, jnp.int32(0)))
   shapes = _Total(params, out.loss, out.metrics, out.ratio_max)

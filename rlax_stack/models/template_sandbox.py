@@ -14,8 +14,9 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
@@ -144,9 +145,10 @@ class _Metered(NodeTransformer):
     return node
 
 
-def _meter(name: str, argument: nodes.Expr, *, lineno: int) -> nodes.Call:
+def _meter(name: str, argument: nodes.Node, *, lineno: int) -> nodes.Call:
   function = nodes.EnvironmentAttribute(name, lineno=lineno)
-  return nodes.Call(function, [argument], [], None, None, lineno=lineno)
+  arguments: list[Any] = [argument]  # the parser types what a loop goes over as any node
+  return nodes.Call(function, arguments, [], None, None, lineno=lineno)
 
 
 class _Environment(ImmutableSandboxedEnvironment):

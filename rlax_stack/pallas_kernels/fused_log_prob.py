@@ -10,7 +10,7 @@ whatever its hidden state holds.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +30,11 @@ class FusedLogProb(NamedTuple):
 
 
 class _Rows(NamedTuple):
-  """What belongs to each row."""
+  """What belongs to each row; as a gradient, None where there is none."""
 
   hidden: jax.Array  # [N, D]
-  targets: jax.Array  # int32 [N]
-  temperature: jax.Array  # float32 [N]
+  targets: Any  # int32 [N]
+  temperature: Any  # float32 [N]
 
 
 def fused_log_prob(

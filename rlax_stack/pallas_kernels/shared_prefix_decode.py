@@ -59,14 +59,16 @@ def make_work_list(
   """
   num_rows = len(views)
   groups: dict[tuple[int, ...], list[int]] = {}
+  lengths: dict[tuple[int, ...], int] = {}
   for row, view in enumerate(views):
     if view is not None:
       groups.setdefault(view.pages, []).append(row)
+      lengths.setdefault(view.pages, view.length)
   block_rows = np.zeros((num_rows, rows_per_block), np.int32)
   row_block, row_index = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
   items, block = [], 0
   for pages, rows in groups.items():
-    length = views[rows[0]].length
+    length = lengths[pages]
     for first in range(0, len(rows), rows_per_block):
       members = rows[first : first + rows_per_block]
       block_rows[block] = members + [members[-1]] * (rows_per_block - len(members))
@@ -81,7 +83,17 @@ def make_work_list(
   table = np.zeros((4, max_items), np.int32)
   if items:
     table[:, : len(items)] = np.asarray(items, np.int32).T
-  return WorkList(*table, block_rows, row_block, row_index, np.int32(len(items)))
+  page, start, length, block_of = table
+  return WorkList(
+    item_page=page,
+    item_start=start,
+    item_length=length,
+    item_block=block_of,
+    block_rows=block_rows,
+    row_block=row_block,
+    row_index=row_index,
+    num_items=np.int32(len(items)),
+  )
 
 
 class _Softmax(NamedTuple):
@@ -210,8 +222,8 @@ def shared_prefix_decode(
   """
   num_rows, num_heads, head_dim = q.shape
   num_kv, block_size = suffix_k.shape[3], suffix_k.shape[4]
-  scale = head_dim**-0.5 if scale is None else scale
-  q4 = (q.astype(jnp.float32) * scale).astype(q.dtype)
+  factor = head_dim**-0.5 if scale is None else scale
+  q4 = (q.astype(jnp.float32) * factor).astype(q.dtype)
   q4 = q4.reshape(num_rows, num_kv, num_heads // num_kv, head_dim)
   oldest = None if window is None else prefix_length + suffix_length - window
   state = _over_prefixes(q4, prefix_k, prefix_v, work, layer, oldest)

@@ -301,7 +301,8 @@ class Scheduler:
     self.stats.prefill_padded_tokens += tokens.size
 
   def _new_rows(self, slots: Sequence[int]) -> NewRows:
-    starting = {slot: (self._rows[slot].request, self._rows[slot].entry.index) for slot in slots}
+    rows = {slot: self._row(slot) for slot in slots}
+    starting = {slot: (row.request, row.entry.index) for slot, row in rows.items()}
     return make_new_rows(self._sizes, starting, run_seed=self._run_seed)
 
   # Decoding.
@@ -339,14 +340,14 @@ class Scheduler:
     """Adds a result's tokens to their rows and ends the rows that are done."""
     finished = []
     values = (result.tokens, result.log_probs, result.raw_log_probs, result.versions)
-    for slot in np.flatnonzero(result.valid.any(0)):
-      row, steps = self._rows[slot], result.valid[:, slot]
+    for slot in np.flatnonzero(result.valid.any(0)).tolist():
+      row, steps = self._row(slot), result.valid[:, slot]
       # float64 holds int32 tokens and float32 log-probs exactly.
       row.parts.append(np.stack([value[steps, slot].astype(np.float64) for value in values]))
       self.stats.sampled_tokens += int(steps.sum())
       if row.request.sampling.stop_strings and self._cut_at_stop_string(row):
         if result.finish[slot] == RUNNING:
-          self._state = self._engine.free_resource(int(slot), self._state)
+          self._state = self._engine.free_resource(slot, self._state)
         finished.append(self._finish(slot, FinishReason.STOP_STRING))
       elif result.finish[slot] != RUNNING:
         finished.append(self._finish(slot, _REASONS[int(result.finish[slot])]))
@@ -358,8 +359,12 @@ class Scheduler:
     tokens = values[0].astype(np.int32)
     seen = values.shape[1] - row.parts[-1].shape[1]  # tokens that were looked at before
 
+    decode_text = self._decode_text
+    if decode_text is None:  # refused by `submit`
+      return False
+
     def completed(count: int) -> bool:
-      text = self._decode_text(tokens[:count].tolist())
+      text = decode_text(tokens[:count].tolist())
       return any(stop in text for stop in row.request.sampling.stop_strings)
 
     if not completed(len(tokens)):
@@ -368,8 +373,14 @@ class Scheduler:
     row.parts = [values[:, :count]]
     return True
 
-  def _finish(self, slot: int, reason: FinishReason) -> FinishedSample:
+  def _row(self, slot: int) -> _Row:
     row = self._rows[slot]
+    if row is None:
+      raise ValueError(f'slot {slot} is free, but the engine answered for it. This is a defect.')
+    return row
+
+  def _finish(self, slot: int, reason: FinishReason) -> FinishedSample:
+    row = self._row(slot)
     self._rows[slot] = None
     self._table.release(row.entry)
     values = np.concatenate(row.parts, axis=1) if row.parts else np.zeros((4, 0))

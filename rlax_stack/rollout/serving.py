@@ -91,8 +91,8 @@ def project_qkv(
   if config.qk_norm:
     q = _norm(stacked['q_norm']['scale'][layer], q, epsilon)
     k = _norm(stacked['k_norm']['scale'][layer], k, epsilon)
-  rows = (_rotate(q, sin, cos), _rotate(k, sin, cos), v)
-  return tuple(z.transpose(2, 0, 1) for z in rows)
+  q, k, v = (z.transpose(2, 0, 1) for z in (_rotate(q, sin, cos), _rotate(k, sin, cos), v))
+  return q, k, v
 
 
 def finish_layer(

@@ -29,13 +29,18 @@ ScoreFunction = Callable[[Sequence[str], Sequence[Prompt]], list[Reward]]
 class ChatTokenizer(Protocol):
   """What the worker needs of models/tokenizer.py."""
 
-  stop_token_ids: Sequence[int]
+  @property
+  def stop_token_ids(self) -> Sequence[int]:
+    """Tokens that end an answer."""
+    ...
 
   def encode_chat(self, messages: Sequence[Message]) -> np.ndarray:
     """Tokens of a prompt, int32 [P]."""
+    ...
 
   def decode(self, ids: Sequence[int]) -> str:
     """Text of sampled tokens."""
+    ...
 
 
 @dataclasses.dataclass

@@ -85,8 +85,8 @@ def measure_engine(
 
 def measure_transformers(config: ModelConfig, work: Workload, dtype: str) -> float:
   """Seconds of transformers' generate on random weights of the same shape: they cost the same time."""
-  import torch
-  import transformers
+  import torch  # pyright: ignore[reportMissingImports]
+  import transformers  # pyright: ignore[reportMissingImports]
 
   torch.set_num_threads(os.cpu_count() or 1)
   shape = transformers.LlamaConfig(

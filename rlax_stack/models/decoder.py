@@ -46,7 +46,11 @@ class Linear(nnx.Module):
     self.bias = nnx.Param(jnp.zeros((out_size,), jnp.float32)) if bias else None
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    y = jax.lax.dot_general(x, self.kernel[...].astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
+    # Two-dimensional, because the kernel's gradient over two row axes at once is slower on CPU.
+    flat = x.reshape(-1, x.shape[-1])
+    kernel = self.kernel[...].astype(x.dtype)
+    y = jax.lax.dot_general(flat, kernel, (((1,), (1,)), ((), ())))
+    y = y.reshape(*x.shape[:-1], kernel.shape[0])
     if self.bias is None:
       return y
     return y + self.bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
@@ -60,11 +64,23 @@ class RMSNorm(nnx.Module):
     self.epsilon = epsilon
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.epsilon)
-    # Rounded to x's dtype before scaling, as the reference implementations do.
     scale = self.scale[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-    return (wide * inverse).astype(x.dtype) * scale
+    return _rms_norm(x, scale, self.epsilon)
+
+
+# Cheap arithmetic is done again in the backward pass, whatever `remat` says: to keep its results
+# costs more time and memory than to make them.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+  wide = x.astype(jnp.float32)
+  inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + epsilon)
+  # Rounded to x's dtype before scaling, as the reference implementations do.
+  return (wide * inverse).astype(x.dtype) * scale
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+  return jax.nn.silu(gate) * up
 
 
 class DecoderLayer(nnx.Module):
@@ -110,7 +126,7 @@ class DecoderLayer(nnx.Module):
       gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
     else:
       gate, up = self.gate_proj(x), self.up_proj(x)
-    return self.down_proj(jax.nn.silu(gate) * up)
+    return self.down_proj(_swiglu(gate, up))
 
   def __call__(
     self, x: jax.Array, sin: jax.Array, cos: jax.Array, attend: Attend

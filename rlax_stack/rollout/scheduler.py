@@ -359,9 +359,7 @@ class Scheduler:
     tokens = values[0].astype(np.int32)
     seen = values.shape[1] - row.parts[-1].shape[1]  # tokens that were looked at before
 
-    decode_text = self._decode_text
-    if decode_text is None:  # refused by `submit`
-      return False
+    decode_text = self._decode_text or str  # `submit` refuses stop strings without it
 
     def completed(count: int) -> bool:
       text = decode_text(tokens[:count].tolist())

@@ -25,7 +25,7 @@ test-quick: install-dev  ## the tests that take seconds
 
 parity:  ## compare logits with torch and transformers (in .venv-parity)
 	@.ci/environment $(PARITY_VENV) dev,parity $(PARITY_PYTHON)
-	$(PARITY_VENV)/bin/python -m pytest tests/parity $(ARGS)
+	$(PARITY_VENV)/bin/python -m pytest --timeout=900 tests/parity $(ARGS)
 
 lint: install-dev  ## formatting, lint and types; changes nothing
 	$(VENV)/bin/ruff format --check .

@@ -203,6 +203,7 @@ class Engine:
   def __init__(self, config: ModelConfig, engine_config: EngineConfig):
     self.config = config
     self.engine_config = engine_config
+    self._device = jax.local_devices()[0]
     self._prefill = jax.jit(functools.partial(prefill_lib.prefill, config, engine_config))
     self._store = jax.jit(functools.partial(_store_prefix, engine_config), donate_argnums=1)
     self._start = jax.jit(_start_rows, donate_argnums=1)
@@ -223,6 +224,8 @@ class Engine:
   def load_params(self, params: decoder.Params) -> ServingParams:
     """Serving form of a parameter tree (models/decoder.py) in the compute dtype."""
     dtype = self.engine_config.compute_dtype
+    # The learner may shard its weights over devices; an engine decodes on one.
+    params = jax.device_put(params, self._device)
     # One small program, run once a layer: compiling the whole conversion at once takes seconds.
     kernels = tuple(
       self._fuse(params['layers'], np.int32(i)) for i in range(self.config.num_layers)
@@ -235,7 +238,7 @@ class Engine:
 
   def init_decode_state(self) -> DecodeState:
     """Empty tables and idle slots."""
-    return empty_state(self.config, self.engine_config)
+    return jax.device_put(empty_state(self.config, self.engine_config), self._device)
 
   def prefill(
     self, *, params: ServingParams, padded_tokens: np.ndarray, true_length: np.ndarray

@@ -1,5 +1,6 @@
 """The engine's own calls: one prefix for many rows, early exit, release, and no compilation after the warm-up."""
 
+import jax
 import numpy as np
 
 from rlax_stack import rng
@@ -85,6 +86,19 @@ def test_released_row_is_no_longer_decoded(tiny):
   state = engine.free_resource(0, state)
   _, result = engine.generate(params, state, work, version=0, steps=3)
   np.testing.assert_array_equal(np.asarray(result.valid)[:3].sum(0)[:2], [0, 3])
+
+
+def test_weights_sharded_by_a_learner_are_gathered_to_one_device(tiny):
+  mesh = jax.make_mesh((2,), ('fsdp',))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('fsdp'))
+  params = jax.tree.map(
+    lambda x: jax.device_put(x, sharding) if x.shape[0] % 2 == 0 else x, tiny.params()
+  )
+  served = tiny.engine().load_params(params)
+  assert {len(x.devices()) for x in jax.tree.leaves(served)} == {1}
+  np.testing.assert_array_equal(
+    served.kernels[1]['o'], tiny.params()['layers']['o_proj']['kernel'][1]
+  )
 
 
 def test_sizes_are_told(tiny):

@@ -113,8 +113,9 @@ def _unknown_field(config: ConfigDict, names: Sequence[str]) -> str:
 
 def run(main: Callable[[Sequence[str]], int | None]) -> None:
   """Calls a command's main; an error made on purpose is printed in one line, exit status 2."""
+  flags.FLAGS.mark_as_parsed()  # absl's logger asks the global flags; ours are our own
   logging.use_absl_handler()
-  logging.set_verbosity(logging.INFO)
+  logging.set_verbosity(logging.WARNING)
   try:
     sys.exit(main(sys.argv) or 0)
   except RlaxError as error:

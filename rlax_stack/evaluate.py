@@ -12,7 +12,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from absl import flags, logging
+from absl import flags
 
 from rlax_stack import assembly, command_line, sources
 from rlax_stack.compile_cache import enable_compile_cache
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
   config, values = command_line.parse(argv, define)
   enable_compile_cache()
   result = evaluate(config, run=values['run'].value)
-  logging.info('%d samples, %d without a verdict.', result.num_samples, result.failed)
+  print(f'{result.num_samples} samples, {result.failed} without a verdict')
   print(f'accuracy: {result.accuracy:.4f}')
   for k, value in result.pass_at.items():
     print(f'pass@{k}: {value:.4f}')

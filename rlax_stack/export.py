@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
   values = _parse(argv)
   names = ('run', 'checkpoint', 'model', 'step', 'dtype', 'out')
   export(**{name: values[name].value for name in names})
-  logging.info('Exported to %s. transformers loads it by that path.', values['out'].value)
+  print(f'Exported to {values["out"].value}. transformers loads it by that path.')
   return 0
 
 

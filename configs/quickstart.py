@@ -23,7 +23,8 @@ def get_config():
   config.rollout.max_prompt_tokens = 32
   config.rollout.max_tokens = 8
   config.learner.learning_rate = 1e-5
-  config.learner.micro_batch_tokens = 512
+  config.learner.row_length = 192  # two groups of long answers, four of short ones
+  config.learner.micro_batch_tokens = 384
   config.checkpoint.every_steps = 20
   config.eval.every_steps = 20
   config.eval.samples = 4

@@ -60,10 +60,18 @@ def plan_rows(
   pieces = groups_per_batch * -(-group_size // per_row)
   rows = _round_up(max(micro_batch_tokens // length, 1) * data_parallel, data_parallel)
   return RowPlan(
-    shape=RowShape(length, max_tokens * min(group_size, per_row)),
+    shape=RowShape(length, _triples(length, longest_group, group_size, per_row, max_tokens)),
     micro_batch_rows=rows,
     max_micro_batches=-(-pieces // rows),
   )
+
+
+def _triples(
+  length: int, longest_group: int, group_size: int, per_row: int, max_tokens: int
+) -> int:
+  """Trained tokens of a row: of as many of the longest groups as it holds, or of one in part."""
+  whole_groups = length // longest_group
+  return max_tokens * (whole_groups * group_size if whole_groups else min(group_size, per_row))
 
 
 def _round_up(value: int, multiple: int) -> int:

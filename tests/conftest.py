@@ -5,12 +5,20 @@ use.
 """
 
 import os
+import sys
 
-_DEVICE_FLAG = '--xla_force_host_platform_device_count'
+# Eight devices, and machine code that is quick to make: tests compile many programs and run them once.
+# Processes that tests start (launch, evaluate) and the parity tests compile as users do.
+_FLAGS = {
+  '--xla_force_host_platform_device_count': '8',
+  '--xla_backend_optimization_level': '0',
+}
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-if _DEVICE_FLAG not in os.environ.get('XLA_FLAGS', ''):
-  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_DEVICE_FLAG}=8'.strip()
+if not any('tests/parity' in argument for argument in sys.argv):
+  for name, value in _FLAGS.items():
+    if name not in os.environ.get('XLA_FLAGS', ''):
+      os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {name}={value}'.strip()
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

@@ -15,7 +15,7 @@ def get_config():
   """SmolLM2-135M-Instruct, full fine-tuning with GRPO on reasoning-gym's chain_sum, two terms."""
   config = base.get_config()
   config.name = 'quickstart'
-  config.steps = 45
+  config.steps = 40
   options = ConfigDict({'min_terms': 2, 'max_terms': 2, 'min_digits': 1, 'max_digits': 1})
   shared = {'task': 'chain_sum', 'task_options': options, 'system_prompt': SYSTEM_PROMPT}
   config.data.train = base.source(size=2000, **shared)
@@ -25,7 +25,7 @@ def get_config():
   config.learner.learning_rate = 1e-5
   config.learner.row_length = 192  # two groups of long answers, four of short ones
   config.learner.micro_batch_tokens = 384
-  config.checkpoint.every_steps = 15
-  config.eval.every_steps = 15
+  config.checkpoint.every_steps = 20
+  config.eval.every_steps = 20
   config.eval.samples = 4
   return config

@@ -55,7 +55,7 @@ class Account:
 
   held_out_before: float | None = None
   held_out_after: float | None = None
-  train_seconds: float = 0.0  # in steps after each program was compiled, evaluations left out
+  train_seconds: float = 0.0  # in steps: compilation, evaluations and checkpoints left out
 
 
 class TrainLoop:
@@ -96,6 +96,7 @@ class TrainLoop:
     """One batch; False where no more will come."""
     parts, split = self._parts, self._split
     start_s, version = time.monotonic(), parts.learner.version
+    mark = parts.compile_counter.count
     with split.measure('generate'):
       groups = parts.coordinator.next_batch(version, timeout_s=self._config.fleet.batch_timeout_s)
     if not groups:
@@ -110,7 +111,8 @@ class TrainLoop:
       self._publish()
     step = parts.learner.version
     evaluated = self._due(self._config.eval.every_steps, step) and step < self._config.steps
-    self.account.train_seconds += time.monotonic() - start_s
+    compiling_s = parts.compile_counter.since(mark).seconds
+    self.account.train_seconds += max(0.0, time.monotonic() - start_s - compiling_s)
     extra = {names.HELD_OUT: self._evaluate(write=False).accuracy} if evaluated else {}
     parts.coordinator.on_published(step)
     self._report(step, groups, trained | extra)

@@ -69,7 +69,7 @@ def launch(toy_arguments, tmp_path):
       sys.executable,
       '-m',
       f'rlax_stack.{module}',
-      *toy_arguments(toy, tmp_path),
+      *toy_arguments(tmp_path),
       *changes,
     ]
     environment = dict(os.environ, JAX_PLATFORMS='cpu', XLA_FLAGS='', JAX_COMPILATION_CACHE_DIR='')

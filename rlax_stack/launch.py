@@ -115,6 +115,7 @@ def _run(
     ),
     progress=progress,
     compile_counter=counter,
+    warm_up=lambda: worker.warm_up(server.latest()),
     evaluate=lambda: assembly.held_out_groups(
       config,
       model,

@@ -32,7 +32,7 @@ _WARM_STEPS = 2  # steps after which no program may be compiled any more
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopParts:
-  """What the loop works with. `evaluate()` samples and scores the held-out prompts with the newest
+  """What the loop works with. `warm_up()` compiles the engine's programs; `evaluate()` samples and scores the held-out prompts with the newest
   published weights; `score_seconds()` is what the worker spent on verdicts so far.
   """
 
@@ -44,6 +44,7 @@ class LoopParts:
   rollouts: RolloutsWriter
   progress: Progress
   compile_counter: CompileCounter
+  warm_up: Callable[[], None]
   evaluate: Callable[[], list[Group]]
   score_seconds: Callable[[], float]
   stop_requested: Callable[[], bool]
@@ -79,6 +80,9 @@ class TrainLoop:
     """Trains up to `config.steps`; False where it was asked to stop before."""
     learner, config = self._parts.learner, self._config
     self._publish()
+    self._parts.progress.phase('compiling the engine')
+    self._parts.warm_up()
+    self._parts.checkpointer.warm_up(learner.state)
     if self.account.held_out_before is None:
       self.account.held_out_before = self._evaluate().accuracy
     self._parts.coordinator.on_published(learner.version)

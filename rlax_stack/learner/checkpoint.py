@@ -62,6 +62,10 @@ class Checkpointer:
     )
     return ocp.CheckpointManager(self._directory, options=options)
 
+  def warm_up(self, state: LearnerState) -> None:
+    """Compiles what `save` runs on the devices, so that no later step waits for it."""
+    jax.block_until_ready((_copy(state), _word_sums(jax.tree.leaves(state))))
+
   def save(self, step: int, state: LearnerState, extras: Mapping[str, Any]) -> None:
     """Commits `state` and `extras` as `step`, together or not at all.
 

@@ -136,6 +136,12 @@ class RolloutWorker:
         self._guests -= 1
         self._turn.notify_all()
 
+  def warm_up(self, snapshot: Any) -> None:
+    """Takes the weights of `snapshot` and compiles every program of the engine."""
+    with self._turn:
+      self._pull(snapshot)
+      self._scheduler.warm_up()
+
   def _pull(self, snapshot: Any) -> None:
     """Takes newer weights between chunks."""
     if snapshot is None or snapshot.version <= self._scheduler.version:

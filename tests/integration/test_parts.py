@@ -64,6 +64,7 @@ def run_loop(config, model, folder):
       rollouts=RolloutsWriter(folder / 'samples'),
       progress=Progress(mode='off'),
       compile_counter=counter,
+      warm_up=lambda: worker.warm_up(server.latest()),
       evaluate=lambda: assembly.held_out_groups(
         config,
         model,

@@ -14,7 +14,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from absl import flags, logging
+from absl import flags
 
 from rlax_stack import command_line
 from rlax_stack.errors import CheckpointError, ConfigError

@@ -32,8 +32,10 @@ _WARM_STEPS = 2  # steps after which no program may be compiled any more
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopParts:
-  """What the loop works with. `warm_up()` compiles the engine's programs; `evaluate()` samples and scores the held-out prompts with the newest
-  published weights; `score_seconds()` is what the worker spent on verdicts so far.
+  """What the loop works with.
+
+  `warm_up()` compiles the engine's programs; `evaluate()` samples and scores the held-out prompts
+  with the newest published weights; `score_seconds()` is what the worker spent on verdicts so far.
   """
 
   learner: Learner

@@ -1,6 +1,6 @@
 """A 135M-parameter language model learns one-digit arithmetic on a laptop CPU.
 
-    python -m rlax_stack.launch --config=configs/quickstart.py
+python -m rlax_stack.launch --config=configs/quickstart.py
 """
 
 from ml_collections import ConfigDict

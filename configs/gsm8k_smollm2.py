@@ -22,7 +22,7 @@ def get_config():
   config.data.eval = base.source(
     kind='gsm8k', path='gsm8k', split='test', size=64, system_prompt=SYSTEM_PROMPT
   )
-  config.rollout.max_prompt_tokens = 320
+  config.rollout.max_prompt_tokens = 256
   config.rollout.max_tokens = 256
   config.learner.learning_rate = 5e-6
   config.learner.warmup_steps = 10

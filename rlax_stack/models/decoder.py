@@ -9,8 +9,6 @@ Hugging Face stores them:
     layers/{attn,mlp}_norm/scale [L, D]
     layers/{q,k,v,o,gate,up,down}_proj/kernel [L, out, in]
     layers/{q,k,v}_proj/bias [L, out] (Qwen2)    layers/{q,k}_norm/scale [L, Dh] (Qwen3)
-
-The serving form of a layer fuses q, k, v into `qkv_proj` and gate, up into `gate_up_proj`.
 """
 
 import functools
@@ -86,21 +84,17 @@ def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 class DecoderLayer(nnx.Module):
   """Pre-norm attention and SwiGLU, with a pluggable attention."""
 
-  def __init__(self, config: ModelConfig, *, fused: bool = False, rngs: nnx.Rngs):
-    self.config, self.fused = config, fused
+  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    self.config = config
     hidden, queries = config.hidden_size, config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
     linear = functools.partial(Linear, rngs=rngs)
     self.attn_norm = RMSNorm(hidden, config.rms_norm_eps)
-    if fused:
-      self.qkv_proj = linear(hidden, queries + 2 * keys, bias=config.attention_bias)
-      self.gate_up_proj = linear(hidden, 2 * config.intermediate_size, bias=False)
-    else:
-      self.q_proj = linear(hidden, queries, bias=config.attention_bias)
-      self.k_proj = linear(hidden, keys, bias=config.attention_bias)
-      self.v_proj = linear(hidden, keys, bias=config.attention_bias)
-      self.gate_proj = linear(hidden, config.intermediate_size, bias=False)
-      self.up_proj = linear(hidden, config.intermediate_size, bias=False)
+    self.q_proj = linear(hidden, queries, bias=config.attention_bias)
+    self.k_proj = linear(hidden, keys, bias=config.attention_bias)
+    self.v_proj = linear(hidden, keys, bias=config.attention_bias)
+    self.gate_proj = linear(hidden, config.intermediate_size, bias=False)
+    self.up_proj = linear(hidden, config.intermediate_size, bias=False)
     if config.qk_norm:
       self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
       self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -111,22 +105,14 @@ class DecoderLayer(nnx.Module):
   def _qkv(self, x: jax.Array, sin: jax.Array, cos: jax.Array) -> tuple[jax.Array, ...]:
     """Queries [..., H, Dh], keys and values [..., K, Dh], normalised (Qwen3) and rotated."""
     config = self.config
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    if self.fused:
-      q, k, v = jnp.split(self.qkv_proj(x), (queries, queries + keys), axis=-1)
-    else:
-      q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-    q, k, v = (y.reshape(*y.shape[:-1], -1, config.head_dim) for y in (q, k, v))
+    projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+    q, k, v = (y.reshape(*y.shape[:-1], -1, config.head_dim) for y in projected)
     if config.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     return rotate(q, sin, cos), rotate(k, sin, cos), v
 
   def _mlp(self, x: jax.Array) -> jax.Array:
-    if self.fused:
-      gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-    else:
-      gate, up = self.gate_proj(x), self.up_proj(x)
-    return self.down_proj(_swiglu(gate, up))
+    return self.down_proj(_swiglu(self.gate_proj(x), self.up_proj(x)))
 
   def __call__(
     self, x: jax.Array, sin: jax.Array, cos: jax.Array, attend: Attend
@@ -207,12 +193,6 @@ def _abstract_decoder(config: ModelConfig) -> tuple[Any, Any]:
   return nnx.split(abstract)
 
 
-@functools.lru_cache(maxsize=32)
-def _fused_layer_graph(config: ModelConfig) -> Any:
-  abstract = nnx.eval_shape(lambda: DecoderLayer(config, fused=True, rngs=nnx.Rngs(params=0)))
-  return nnx.split(abstract)
-
-
 def abstract_params(config: ModelConfig) -> Params:
   """Shapes and dtypes of the parameters as a tree of jax.ShapeDtypeStruct; allocates nothing."""
   return nnx.to_pure_dict(_abstract_decoder(config)[1])
@@ -278,38 +258,9 @@ def hidden_states_and_aux(
   return decoder(tokens, positions, attend, compute_dtype=compute_dtype, remat=remat)
 
 
-def serving_layers(params: Params, config: ModelConfig, dtype: Any) -> tuple[Params, ...]:
-  """One fused parameter dict per layer, in `dtype`: no copy of a layer out of the stack per step."""
-  stacked = jax.tree.map(lambda x: x.astype(dtype), params['layers'])
-  fused = {
-    k: v for k, v in stacked.items() if k in ('attn_norm', 'mlp_norm', 'o_proj', 'down_proj')
-  }
-  fused |= {k: v for k, v in stacked.items() if k in ('q_norm', 'k_norm')}
-
-  def join(*names: str) -> Params:
-    return jax.tree.map(lambda *xs: jnp.concatenate(xs, 1), *(stacked[name] for name in names))
-
-  fused['qkv_proj'] = join('q_proj', 'k_proj', 'v_proj')
-  fused['gate_up_proj'] = join('gate_proj', 'up_proj')
-  return tuple(jax.tree.map(lambda x, i=i: x[i], fused) for i in range(config.num_layers))
-
-
-def serving_layer(layer_params: Params, config: ModelConfig) -> DecoderLayer:
-  """The NNX module of one fused layer, ready to be called inside a traced function."""
-  graph, state = _fused_layer_graph(config)
-  return nnx.merge(graph, _with_values(state, layer_params))
-
-
 def embed(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:
   """Token embeddings [..., D] in `dtype`."""
   return params['embedder']['embedding'][tokens].astype(dtype)
-
-
-def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
-  """The last norm of the model over x [..., D]."""
-  norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-  norm.scale = nnx.Param(params['final_norm']['scale'])
-  return norm(x)
 
 
 def lm_head(params: Params, config: ModelConfig) -> jax.Array:

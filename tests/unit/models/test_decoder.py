@@ -123,22 +123,6 @@ def test_unknown_remat_is_refused():
     decoder.remat_policy('all')
 
 
-def test_serving_form_equals_the_scanned_one(params, tokens):
-  def serve(p):
-    x = decoder.embed(p, tokens, jnp.float32)
-    sin, cos = rotary.rotation(CONFIG, positions_of(tokens))
-    for layer in decoder.serving_layers(p, CONFIG, jnp.float32):
-      x, _ = decoder.serving_layer(layer, CONFIG)(
-        x, sin, cos, lambda q, k, v: (causal(q, k, v), None)
-      )
-    return decoder.final_norm(p, CONFIG, x)
-
-  want = jax.jit(lambda p: decoder.hidden_states(p, CONFIG, tokens, positions_of(tokens), causal))(
-    params
-  )
-  np.testing.assert_allclose(jax.jit(serve)(params), want, atol=1e-5)
-
-
 def test_aux_comes_back_per_layer(params, tokens):
   @jax.jit
   def caches(tokens):

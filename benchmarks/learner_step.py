@@ -25,9 +25,10 @@ from rlax_stack.learner.precision import COMPUTE_DTYPES, resolve_compute_dtype
 from rlax_stack.learner.row_plan import RowPlan, plan_rows
 from rlax_stack.learner.scoring import ForwardSettings
 from rlax_stack.learner.state import init_state
-from rlax_stack.learner.train_step import LossSettings, make_train_step
+from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.objectives.objective import resolve
 from rlax_stack.sharding import make_mesh
 from rlax_stack.types import FinishReason, Group, Prompt, Trajectory
 
@@ -136,7 +137,7 @@ class Bench:
       self._config,
       self._mesh,
       forward=self._forward,
-      loss=LossSettings(),
+      objective=resolve(),
       optimizer=self._optimizer,
     )
     plan, groups = _plan(work, separate), make_groups(self._config, work)

@@ -60,15 +60,16 @@ def get_config():
   config.rollout.slots = 64  # samples decoded side by side
   config.rollout.decode_chunk = 16  # decode steps per host round trip, at most
 
+  # The boxes of the loss, each `name` or `name(option=value, ...)`; docs/algorithms.md lists them
   config.objective = ConfigDict()
-  config.objective.advantage = 'center'  # center | std | leave_one_out
-  config.objective.clip_low = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high] (deltas)
-  config.objective.clip_high = 0.28  # see clip_low
-  config.objective.aggregation = 'token_mean'  # token_mean | sequence_mean
-  config.objective.kl_coef = 0.0  # weight of the KL to the starting weights
-  config.objective.kl_estimator = 'k3_plus'  # k1 | k2 | k3 | k3_plus
-  config.objective.correction = 'auto'  # auto (token_tis if stale) | none | token_tis
-  config.objective.tis_cap = 2.0  # upper bound of a token's importance weight (absolute)
+  config.objective.shaping = ()  # what is done to rewards before advantages, in order
+  config.objective.advantage = 'group_center()'  # rewards to advantages
+  config.objective.critic = 'none'  # none
+  config.objective.ratio = 'token'  # token | sequence | geometric_mean | turn
+  config.objective.trust_region = 'ppo_clip(delta_low=0.2, delta_high=0.28)'  # the surrogate
+  config.objective.corrections = ('auto',)  # auto: token_tis(absolute_high=2) off policy, else none
+  config.objective.regularisers = ()  # such as kl_anchor(coef=0.001), entropy_bonus(coef=0.01)
+  config.objective.aggregation = 'token_mean'  # how token losses become one number
 
   config.learner = ConfigDict()
   config.learner.learning_rate = 1e-6  # peak

@@ -18,8 +18,8 @@ from rlax_stack.learner.optimizer import OptimizerSettings
 from rlax_stack.learner.precision import resolve_compute_dtype
 from rlax_stack.learner.row_plan import plan_rows
 from rlax_stack.learner.scoring import ForwardSettings
-from rlax_stack.learner.train_step import LossSettings
 from rlax_stack.models.load import LoadedModel, load_model
+from rlax_stack.objective_rules import resolve_objective
 from rlax_stack.rewards.chain import RewardChain
 from rlax_stack.rollout.engine import Engine
 from rlax_stack.rollout.engine_state import EngineConfig
@@ -127,27 +127,12 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
       remat=section.remat,
       temperature=config.rollout.temperature,
     ),
-    loss=_loss_settings(config),
+    objective=resolve_objective(config),
     optimizer=_optimizer_settings(section, config.steps),
-    advantage=config.objective.advantage,
     updates_per_batch=section.updates_per_batch,
     max_skipped_in_row=section.max_skipped_steps,
   )
   return Learner(model.config, model.params, settings, mesh)
-
-
-def _loss_settings(config: RunConfig) -> LossSettings:
-  objective = config.objective
-  stale = config.fleet.max_staleness > 0
-  corrected = objective.correction == 'token_tis' or (objective.correction == 'auto' and stale)
-  return LossSettings(
-    clip_low=objective.clip_low,
-    clip_high=objective.clip_high,
-    aggregation=objective.aggregation,
-    correction_cap=objective.tis_cap if corrected else None,
-    kl_coef=objective.kl_coef,
-    kl_estimator=objective.kl_estimator,
-  )
 
 
 def _optimizer_settings(section: LearnerSection, steps: int) -> OptimizerSettings:

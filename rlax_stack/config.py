@@ -80,16 +80,16 @@ class RolloutSection:
 
 @_frozen
 class ObjectiveSection:
-  """The boxes that the loss is composed of."""
+  """The boxes that the loss is composed of, each as `name` or `name(option=value, ...)`."""
 
+  shaping: tuple[str, ...]
   advantage: str
-  clip_low: float
-  clip_high: float
+  critic: str
+  ratio: str
+  trust_region: str
+  corrections: tuple[str, ...]
+  regularisers: tuple[str, ...]
   aggregation: str
-  kl_coef: float
-  kl_estimator: str
-  correction: str
-  tis_cap: float
 
 
 @_frozen

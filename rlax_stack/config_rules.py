@@ -5,6 +5,7 @@ from typing import Any
 
 from rlax_stack.config import RunConfig, nearest
 from rlax_stack.errors import ConfigError
+from rlax_stack.objective_rules import objective_problems
 
 _CHOICES = {
   'model.compute_dtype': ('auto', 'float32', 'bfloat16'),
@@ -12,10 +13,6 @@ _CHOICES = {
   'data.eval.kind': ('jsonl', 'gsm8k', 'reasoning_gym'),
   'data.train.split': ('train', 'test'),
   'data.eval.split': ('train', 'test'),
-  'objective.advantage': ('center', 'std', 'leave_one_out'),
-  'objective.aggregation': ('token_mean', 'sequence_mean'),
-  'objective.kl_estimator': ('k1', 'k2', 'k3', 'k3_plus'),
-  'objective.correction': ('auto', 'none', 'token_tis'),
   'learner.decay': ('constant', 'linear', 'cosine'),
   'learner.remat': ('none', 'layer', 'dots'),
   'fleet.runtime': ('local',),
@@ -32,7 +29,6 @@ _POSITIVE = (
   'rollout.max_tokens',
   'rollout.slots',
   'rollout.decode_chunk',
-  'objective.tis_cap',
   'learner.learning_rate',
   'learner.epsilon',
   'learner.max_grad_norm',
@@ -52,9 +48,6 @@ _NOT_NEGATIVE = (
   'rollout.temperature',
   'rollout.top_k',
   'rollout.min_p',
-  'objective.clip_low',
-  'objective.clip_high',
-  'objective.kl_coef',
   'learner.row_length',
   'learner.warmup_steps',
   'learner.weight_decay',
@@ -104,6 +97,7 @@ def _combinations(config: RunConfig) -> Iterator[str]:
   yield from _name_rules(config)
   yield from _source_rules(config)
   yield from _rollout_rules(config)
+  yield from objective_problems(config)
   yield from _learner_rules(config)
   yield from _eval_rules(config)
 
@@ -128,25 +122,11 @@ def _source_rules(config: RunConfig) -> Iterator[str]:
 
 
 def _rollout_rules(config: RunConfig) -> Iterator[str]:
-  rollout, objective = config.rollout, config.objective
-  if rollout.group_size < 2:
-    yield (
-      f'config.objective.advantage={objective.advantage} compares the samples of a group, but '
-      f'config.rollout.group_size={rollout.group_size}. Set config.rollout.group_size to 2 or more.'
-    )
+  rollout = config.rollout
   if not 0 < rollout.top_p <= 1:
     yield f'config.rollout.top_p must be above 0 and at most 1, got {rollout.top_p}.'
   if rollout.temperature == 0:
     yield 'config.rollout.temperature=0 samples every group G times alike. Set it above 0.'
-  filtered = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
-  if filtered and (config.fleet.max_staleness > 0 or config.learner.updates_per_batch > 1):
-    yield (
-      'top_k, top_p and min_p change the support of the sampled distribution, so the importance '
-      'ratio of an off-policy update is not defined without the kept set. Set config.rollout.top_k=0, '
-      'top_p=1 and min_p=0, or config.fleet.max_staleness=0 and config.learner.updates_per_batch=1.'
-    )
-  if objective.clip_low >= 1:
-    yield f'config.objective.clip_low is a delta below 1, got {objective.clip_low}.'
 
 
 def _learner_rules(config: RunConfig) -> Iterator[str]:

@@ -16,6 +16,7 @@ from rlax_stack.config import RunConfig, to_plain
 from rlax_stack.fleet.local_runtime import LocalRuntime
 from rlax_stack.fleet.parameter_server import ParameterServer
 from rlax_stack.learner.checkpoint import Checkpointer
+from rlax_stack.objective_rules import resolve_objective
 from rlax_stack.observe.metrics import open_metrics
 from rlax_stack.observe.progress import Progress
 from rlax_stack.observe.progress_view import final_line
@@ -44,7 +45,7 @@ def train(config: RunConfig, folder: RunFolder, *, command: Sequence[str]) -> in
   Returns:
     0, or 128 + the signal that stopped the run.
   """
-  prompts = assembly.make_prompts(config)
+  prompts, objective = assembly.make_prompts(config), resolve_objective(config)
   folder.create(
     to_plain(config),
     allow_changes=config.checkpoint.allow_changes,
@@ -53,12 +54,14 @@ def train(config: RunConfig, folder: RunFolder, *, command: Sequence[str]) -> in
   )
   with contextlib.ExitStack() as stack:
     stack.callback(folder.close)
+    (folder.path / 'objective.txt').write_text(f'{objective.formula}\n', encoding='utf-8')
     progress = stack.enter_context(
       Progress(total_steps=config.steps, title=_title(config), mode=config.observe.progress)
     )
     stop = stack.enter_context(
       StopSignal(lambda name: progress.message(f'{name}: stopping after this step and saving.'))
     )
+    progress.message(objective.formula)
     enable_compile_cache()
     loop, finished = _run(config, folder, prompts, progress, stop, stack)
   if finished:

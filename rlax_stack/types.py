@@ -148,9 +148,9 @@ class PackedBatch(NamedTuple):
   the last token that may see token j). Token i attends to token j iff j <= i < subtree_end[j];
   padding sees itself only. Triples (shape [R, N], one per trained or scored token of the row;
   padded at the end with mask_t False and trajectory_t -1): the hidden state at `source_index_t`
-  predicts `target_t`. `adv_t`, `behaviour_log_probs_t`, `proximal_log_probs_t`,
+  predicts `target_t`. `adv_t`, `reward_t`, `behaviour_log_probs_t`, `proximal_log_probs_t`,
   `anchor_log_probs_t` are f32; where a log-prob is not used it is 0. `version_t` is the weights
-  version that sampled the target.
+  version that sampled the target. All triples of a trajectory lie in one row, in order.
   """
 
   tokens: Any  # int32 [R, T]
@@ -161,7 +161,9 @@ class PackedBatch(NamedTuple):
   mask_t: Any  # bool [R, N]
   trajectory_t: Any  # int32 [R, N], index of the trajectory in the batch
   group_t: Any  # int32 [R, N], index of the group in the batch
+  turn_t: Any  # int32 [R, N], turn of the trajectory, from 0
   adv_t: Any  # float32 [R, N]
+  reward_t: Any  # float32 [R, N], the trajectory's reward after shaping
   behaviour_log_probs_t: Any  # float32 [R, N]
   proximal_log_probs_t: Any  # float32 [R, N]
   anchor_log_probs_t: Any  # float32 [R, N]

@@ -16,32 +16,34 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlax_stack.errors import DataError, NonFiniteError
+from rlax_stack.errors import NonFiniteError
 from rlax_stack.learner import packing
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
 from rlax_stack.learner.row_plan import RowPlan
 from rlax_stack.learner.scoring import ForwardSettings, make_score, rows_sharding
 from rlax_stack.learner.state import LearnerState, abstract_state, init_state
-from rlax_stack.learner.train_step import LossSettings, make_train_step
+from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models.config import ModelConfig
-from rlax_stack.objectives.advantages import group_advantages
+from rlax_stack.objectives import reward_batch
+from rlax_stack.objectives.host import advantages_of
+from rlax_stack.objectives.objective import Objective
 from rlax_stack.types import Group, PackedBatch
+
+_ANCHORED = {'anchor', 'host_scores'}  # tags of boxes that need the starting weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
   """Tunables of the learner.
 
-  advantage: 'center', 'std' or 'leave_one_out'. updates_per_batch: optimizer updates on each batch
-  (the μ of GRPO); above 1 the proximal log-probs are scored first. max_skipped_in_row: so many
-  non-finite updates in a row stop the run.
+  updates_per_batch: optimizer updates on each batch (the μ of GRPO); above 1 the proximal log-probs
+  are scored first. max_skipped_in_row: so many non-finite updates in a row stop the run.
   """
 
   rows: RowPlan
   forward: ForwardSettings
-  loss: LossSettings
+  objective: Objective
   optimizer: OptimizerSettings
-  advantage: str = 'center'
   updates_per_batch: int = 1
   max_skipped_in_row: int = 5
 
@@ -63,9 +65,8 @@ class Learner:
 
   Args:
     config: shape of the model.
-    params: nested dict of arrays; copied. With `loss.kl_coef` they are the anchor too, for ever:
-      restore a
-      checkpoint with `restore`, not by passing its weights here.
+    params: nested dict of arrays; copied. Where the objective has an anchor they are it too, for
+      ever: restore a checkpoint with `restore`, not by passing its weights here.
     settings: see LearnerSettings.
     mesh: from `sharding.make_mesh`.
   """
@@ -74,19 +75,21 @@ class Learner:
     self._config, self._settings, self._mesh = config, settings, mesh
     self._optimizer = make_optimizer(settings.optimizer)
     self._replicated = NamedSharding(mesh, PartitionSpec())
-    self._state = init_state(params, self._optimizer, mesh)
+    self._objective = settings.objective
+    self._state = init_state(params, self._optimizer, mesh, self._objective.init_state)
     self._version = 0
-    self._loss = dataclasses.replace(settings.loss, score_proximal=settings.updates_per_batch > 1)
+    self._score_proximal = settings.updates_per_batch > 1
     self._step = make_train_step(
       config,
       mesh,
       forward=settings.forward,
-      loss=self._loss,
+      objective=self._objective,
       optimizer=settings.optimizer,
+      score_proximal=self._score_proximal,
     )
     self._score = make_score(config, mesh, settings.forward)
     self._capacity = settings.rows.max_micro_batches
-    self._anchor = self.snapshot() if settings.loss.kl_coef else None
+    self._anchor = self.snapshot() if self._objective.tags & _ANCHORED else None
     self._last: StepMetrics | None = None
 
   @property
@@ -116,7 +119,9 @@ class Learner:
 
   def abstract_state(self) -> Any:
     """Shapes, dtypes and shardings of `state`, for restoring into."""
-    return abstract_state(self._state.params, self._optimizer, self._mesh)
+    return abstract_state(
+      self._state.params, self._optimizer, self._mesh, self._objective.init_state
+    )
 
   def restore(self, state: LearnerState) -> None:
     """Continues from `state`, which the learner owns from now on."""
@@ -137,13 +142,13 @@ class Learner:
         finite.
     """
     self.check_finite()
-    packed = self._pack(groups, [self._advantages(group) for group in groups])
+    packed = self._pack_to_train(groups)
     stats = packing.packing_stats(packed)
     batch, num_micro = self._place(packed)
-    if self._anchor is not None:
+    if self._anchor is not None and 'anchor' in self._objective.tags:
       scores = self._score(self._anchor, batch, num_micro)
       batch = batch._replace(anchor_log_probs_t=scores)
-    if self._loss.score_proximal:
+    if self._score_proximal:
       scores = self._score(self._state.params, batch, num_micro)
       batch = batch._replace(proximal_log_probs_t=scores)
     for _ in range(self._settings.updates_per_batch):
@@ -171,9 +176,14 @@ class Learner:
 
     Returns: for each group, for each trajectory, float32 [T], 0 where `mask_t` is False.
     """
+    return self._score_under(self._state.params, groups)
+
+  def _score_under(
+    self, params: Any, groups: Sequence[Group]
+  ) -> tuple[tuple[np.ndarray, ...], ...]:
     packed = self._pack(groups, [np.zeros(len(g.trajectories), np.float32) for g in groups])
     batch, num_micro = self._place(packed)
-    scores = np.asarray(jax.device_get(self._score(self._state.params, batch, num_micro)))
+    scores = np.asarray(jax.device_get(self._score(params, batch, num_micro)))
     scores = scores.reshape(-1, scores.shape[-1])[: packed.tokens.shape[0]]
     index, result = 0, []
     for group in groups:
@@ -187,19 +197,33 @@ class Learner:
       result.append(tuple(of_group))
     return tuple(result)
 
-  def _advantages(self, group: Group) -> np.ndarray:
-    values = [t.reward.value if t.reward else None for t in group.trajectories]
-    rewards = [value for value in values if value is not None]
-    if len(rewards) < len(values):
-      raise DataError(
-        f'group {group.group_id} has a trajectory without a reward. Score it or drop it first.'
+  def _pack_to_train(self, groups: Sequence[Group]) -> PackedBatch:
+    """Rows with advantages, without the trajectories that shaping takes out of the loss."""
+    batch = reward_batch.from_groups(groups)
+    if 'host_scores' in self._objective.tags:
+      batch = dataclasses.replace(
+        batch,
+        log_probs_t=_trained(groups, self._score_under(self._state.params, groups)),
+        anchor_log_probs_t=_trained(groups, self._score_under(self._anchor, groups)),
       )
-    return group_advantages(rewards, estimator=self._settings.advantage)
+    found = advantages_of(self._objective, batch)
+    ends = np.cumsum([len(group.trajectories) for group in groups])
+    parts = [slice(end - len(g.trajectories), end) for g, end in zip(groups, ends, strict=True)]
+    kept = [_without(g, found.keep[part]) for g, part in zip(groups, parts, strict=True)]
+    advantages = [
+      [adv if keep else 0.0 for adv, keep in zip(found.adv_t[p], found.keep[p], strict=True)]
+      for p in parts
+    ]
+    return self._pack(kept, advantages, [found.reward[part] for part in parts])
 
-  def _pack(self, groups, advantages) -> PackedBatch:
+  def _pack(self, groups, advantages, rewards=None) -> PackedBatch:
     plan = self._settings.rows
     return packing.pack_groups(
-      groups, advantages, row_shapes=[plan.shape], rows_multiple=plan.micro_batch_rows
+      groups,
+      advantages,
+      row_shapes=[plan.shape],
+      rows_multiple=plan.micro_batch_rows,
+      rewards=rewards,
     )
 
   def _place(self, packed: PackedBatch) -> tuple[PackedBatch, jax.Array]:
@@ -217,6 +241,28 @@ class Learner:
     cut = jax.tree.map(lambda x: x.reshape(self._capacity, rows, *x.shape[1:]), padded)
     batch = jax.device_put(cut, rows_sharding(self._mesh))
     return batch, jax.device_put(np.int32(num_micro), self._replicated)
+
+
+def _trained(
+  groups: Sequence[Group], scores: Sequence[Sequence[np.ndarray]]
+) -> tuple[np.ndarray, ...]:
+  """The scores of trained tokens alone, one array per trajectory of the batch."""
+  return tuple(
+    score[trajectory.mask_t]
+    for group, of_group in zip(groups, scores, strict=True)
+    for trajectory, score in zip(group.trajectories, of_group, strict=True)
+  )
+
+
+def _without(group: Group, keep: np.ndarray) -> Group:
+  """The group with nothing to train on in the trajectories that are not kept."""
+  if keep.all():
+    return group
+  trajectories = tuple(
+    t if kept else dataclasses.replace(t, mask_t=np.zeros_like(t.mask_t))
+    for t, kept in zip(group.trajectories, keep, strict=True)
+  )
+  return dataclasses.replace(group, trajectories=trajectories)
 
 
 @functools.partial(jax.jit, static_argnames='dtype')

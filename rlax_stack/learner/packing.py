@@ -11,12 +11,16 @@ neither is given a place in the row: the token lives in its triple's `target_t`.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlax_stack.errors import ConfigError, DataError
+from rlax_stack.objectives.reward_batch import turns
 from rlax_stack.types import Group, PackedBatch, Trajectory
+
+# For each group one entry per trajectory: a number, or an array with a value per trained token.
+Advantages = Sequence[Sequence[Any] | np.ndarray]
 
 
 class RowShape(NamedTuple):
@@ -39,7 +43,9 @@ class _Branch:
   target: np.ndarray  # int32 [n]
   behaviour: np.ndarray  # float32 [n]
   version: np.ndarray  # int32 [n]
-  advantage: float
+  turn: np.ndarray  # int32 [n]
+  advantage: np.ndarray  # float32 [n]
+  reward: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,10 +64,11 @@ class _Trie:
 
 def pack_groups(
   groups: Sequence[Group],
-  advantages: Sequence[np.ndarray],
+  advantages: Advantages,
   *,
   row_shapes: Sequence[RowShape],
   rows_multiple: int = 1,
+  rewards: Sequence[np.ndarray] | None = None,
 ) -> PackedBatch:
   """Packs whole groups, several to a row where they fit (first fit, largest first).
 
@@ -72,9 +79,11 @@ def pack_groups(
 
   Args:
     groups: ragged; tokens of each trajectory start with its group's `prompt_tokens`.
-    advantages: for each group float [G].
+    advantages: for each group one entry per trajectory: a number, or an array with a value per
+      trained token.
     row_shapes: the buckets, any order.
     rows_multiple: empty rows are added until the number of rows divides by it.
+    rewards: for each group float [G], for `reward_t`; 0 when None.
 
   Returns:
     PackedBatch of numpy arrays; log-probs that are not known yet are 0.
@@ -84,18 +93,19 @@ def pack_groups(
       on.
     ConfigError: a trajectory that fits in no row shape.
   """
-  return _pack(groups, advantages, row_shapes, rows_multiple, separate=False)
+  return _pack(groups, advantages, rewards, row_shapes, rows_multiple, separate=False)
 
 
 def pack_separate(
   groups: Sequence[Group],
-  advantages: Sequence[np.ndarray],
+  advantages: Advantages,
   *,
   row_shapes: Sequence[RowShape],
   rows_multiple: int = 1,
+  rewards: Sequence[np.ndarray] | None = None,
 ) -> PackedBatch:
   """`pack_groups` with one trajectory a row: nothing shared, the layout to compare with."""
-  return _pack(groups, advantages, row_shapes, rows_multiple, separate=True)
+  return _pack(groups, advantages, rewards, row_shapes, rows_multiple, separate=True)
 
 
 def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:
@@ -121,8 +131,10 @@ def packing_stats(batch: PackedBatch) -> dict[str, int]:
   }
 
 
-def _pack(groups, advantages, row_shapes, rows_multiple, *, separate) -> PackedBatch:
-  tries = _make_tries(groups, advantages, separate=separate)
+def _pack(groups, advantages, rewards, row_shapes, rows_multiple, *, separate) -> PackedBatch:
+  if rewards is None:
+    rewards = [np.zeros(len(group.trajectories), np.float32) for group in groups]
+  tries = _make_tries(groups, advantages, rewards, separate=separate)
   if not tries:
     raise DataError('no token of the batch is trained on: every mask_t is empty.')
   shape = _choose_shape(tries, row_shapes)
@@ -142,10 +154,10 @@ def _pack(groups, advantages, row_shapes, rows_multiple, *, separate) -> PackedB
   return batch
 
 
-def _make_tries(groups, advantages, *, separate) -> list[_Trie]:
+def _make_tries(groups, advantages, rewards, *, separate) -> list[_Trie]:
   """One trie per group, or one per trajectory, without the trajectories that train nothing."""
   tries, first = [], 0
-  for index, (group, advantage) in enumerate(zip(groups, advantages, strict=True)):
+  for index, (group, advantage, reward) in enumerate(zip(groups, advantages, rewards, strict=True)):
     if len(advantage) != len(group.trajectories):
       raise DataError(
         f'group {group.group_id} has {len(group.trajectories)} trajectories '
@@ -153,7 +165,7 @@ def _make_tries(groups, advantages, *, separate) -> list[_Trie]:
       )
     prompt = np.asarray(group.prompt_tokens, np.int32)
     made = (
-      _make_branch(group, trajectory, first + i, float(advantage[i]))
+      _make_branch(group, trajectory, first + i, advantage[i], float(reward[i]))
       for i, trajectory in enumerate(group.trajectories)
     )
     branches = tuple(branch for branch in made if branch is not None)
@@ -164,7 +176,7 @@ def _make_tries(groups, advantages, *, separate) -> list[_Trie]:
 
 
 def _make_branch(
-  group: Group, trajectory: Trajectory, index: int, advantage: float
+  group: Group, trajectory: Trajectory, index: int, advantage: Any, reward: float
 ) -> _Branch | None:
   prompt_length = len(group.prompt_tokens)
   tokens = np.asarray(trajectory.tokens, np.int32)
@@ -188,8 +200,20 @@ def _make_branch(
     target=tokens[trained],
     behaviour=np.asarray(trajectory.behaviour_log_probs_t, np.float32)[trained],
     version=np.asarray(trajectory.version_t, np.int32)[trained],
-    advantage=advantage,
+    turn=turns(trajectory),
+    advantage=_per_token(advantage, trained.size, trajectory),
+    reward=reward,
   )
+
+
+def _per_token(advantage: Any, count: int, trajectory: Trajectory) -> np.ndarray:
+  values = np.asarray(advantage, np.float32)
+  if values.shape not in ((), (count,)):
+    raise DataError(
+      f'trajectory {trajectory.trajectory_id} trains {count} tokens, but its advantages have shape '
+      f'{values.shape}. Give one number, or one per trained token.'
+    )
+  return np.broadcast_to(values, (count,))
 
 
 def _fits(need: RowShape, shape: RowShape) -> bool:
@@ -255,7 +279,9 @@ def _empty_batch(num_rows: int, shape: RowShape) -> PackedBatch:
     mask_t=zeros(bool),
     trajectory_t=np.full(triples, -1, np.int32),
     group_t=np.full(triples, -1, np.int32),
+    turn_t=zeros(np.int32),
     adv_t=zeros(np.float32),
+    reward_t=zeros(np.float32),
     behaviour_log_probs_t=zeros(np.float32),
     proximal_log_probs_t=zeros(np.float32),
     anchor_log_probs_t=zeros(np.float32),
@@ -288,7 +314,9 @@ def _write(batch: PackedBatch, row: int, start: int, triple: int, trie: _Trie) -
     batch.mask_t[row, there] = True
     batch.trajectory_t[row, there] = branch.trajectory
     batch.group_t[row, there] = trie.group
+    batch.turn_t[row, there] = branch.turn
     batch.adv_t[row, there] = branch.advantage
+    batch.reward_t[row, there] = branch.reward
     batch.behaviour_log_probs_t[row, there] = branch.behaviour
     batch.version_t[row, there] = branch.version
     branch_start, triple = branch_end, triple + len(branch.target)

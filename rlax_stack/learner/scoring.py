@@ -105,12 +105,7 @@ def make_score(
   """
 
   def score(params, batch, num_micro):
-    def body(index, scores):
-      rows = micro_batch(batch, index)
-      scored = target_log_probs(params, config, rows, settings, mesh).log_prob
-      return scores.at[index].set(scored)
-
-    return jax.lax.fori_loop(0, num_micro, body, jnp.zeros(batch.mask_t.shape, jnp.float32))
+    return score_batch(params, config, batch, num_micro, settings, mesh).log_prob
 
   rows, replicated = rows_sharding(mesh), NamedSharding(mesh, PartitionSpec())
   return jax.jit(
@@ -118,6 +113,27 @@ def make_score(
     in_shardings=(param_shardings(decoder.abstract_params(config), mesh), rows, replicated),
     out_shardings=rows,
   )
+
+
+def score_batch(
+  params: Any,
+  config: ModelConfig,
+  batch: PackedBatch,
+  num_micro: jax.Array,
+  settings: ForwardSettings,
+  mesh: Mesh | None = None,
+) -> FusedLogProb:
+  """`target_log_probs` of [M, rows, ...] rows, one micro-batch after another; see `make_score`.
+
+  Returns: FusedLogProb of float32 [M, rows, N], 0 where masked and from num_micro on.
+  """
+
+  def body(index, total):
+    scored = target_log_probs(params, config, micro_batch(batch, index), settings, mesh)
+    return jax.tree.map(lambda whole, part: whole.at[index].set(part), total, scored)
+
+  zeros = jnp.zeros(batch.mask_t.shape, jnp.float32)
+  return jax.lax.fori_loop(0, num_micro, body, FusedLogProb(zeros, zeros, zeros))
 
 
 def micro_batch(batch: Any, index: jax.Array) -> Any:

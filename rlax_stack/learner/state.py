@@ -4,6 +4,7 @@ Not for what belongs to the run (prompt iterator, ledger): the checkpoint stores
 Invariant: `version` grows by exactly 1 with every batch, whether its update was applied or skipped.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ class LearnerState(NamedTuple):
   step: Any  # optimizer updates tried
   skipped: Any  # updates skipped for a non-finite loss or gradient, since the start
   skipped_in_row: Any  # the same, since the last update that was applied
+  objective: Any  # what boxes carry from step to step (`Objective.init_state`); {} for most
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
@@ -36,12 +38,18 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
     step=replicated,
     skipped=replicated,
     skipped_in_row=replicated,
+    objective=jax.tree.map(lambda _: replicated, state.objective),
   )
 
 
-def abstract_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> Any:
+def abstract_state(
+  params: Any,
+  optimizer: optax.GradientTransformation,
+  mesh: Mesh,
+  make_objective_state: Callable[[], Any] = dict,
+) -> Any:
   """Shapes, dtypes and shardings of a state over `params` (arrays or shapes); allocates nothing."""
-  shapes = jax.eval_shape(lambda p: _fresh(p, optimizer), params)
+  shapes = jax.eval_shape(lambda p: _fresh(p, optimizer, make_objective_state), params)
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
     shapes,
@@ -49,28 +57,41 @@ def abstract_state(params: Any, optimizer: optax.GradientTransformation, mesh: M
   )
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation, mesh: Mesh) -> LearnerState:
+def init_state(
+  params: Any,
+  optimizer: optax.GradientTransformation,
+  mesh: Mesh,
+  make_objective_state: Callable[[], Any] = dict,
+) -> LearnerState:
   """A fresh state on `mesh`; the arrays of `params` are copied, the caller keeps its own.
 
   Args:
     params: nested dict of arrays of any float dtype; the master copy is float32.
     optimizer: from `optimizer.make_optimizer`.
     mesh: from `sharding.make_mesh`.
+    make_objective_state: `Objective.init_state`.
 
   Returns: LearnerState at version 0.
   """
-  shardings = state_shardings(abstract_state(params, optimizer, mesh), mesh)
+  shardings = state_shardings(abstract_state(params, optimizer, mesh, make_objective_state), mesh)
   # Through the host: a state is donated at every step, so it must not share buffers with the
   # caller.
   host = jax.tree.map(lambda leaf: np.array(leaf, dtype=np.float32), params)
   placed = jax.tree.map(jax.device_put, host, shardings.params)
-  return jax.jit(lambda p: _fresh(p, optimizer), out_shardings=shardings, donate_argnums=0)(placed)
+
+  def fresh(params):
+    return _fresh(params, optimizer, make_objective_state)
+
+  return jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(placed)
 
 
-def _fresh(params: Any, optimizer: optax.GradientTransformation) -> LearnerState:
+def _fresh(
+  params: Any, optimizer: optax.GradientTransformation, make_objective_state: Callable[[], Any]
+) -> LearnerState:
   master = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
   zero = jnp.zeros((), jnp.int32)
-  return LearnerState(master, optimizer.init(master), zero, zero, zero, zero)
+  carried = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), make_objective_state())
+  return LearnerState(master, optimizer.init(master), zero, zero, zero, zero, carried)
 
 
 def updates_applied(state: LearnerState) -> jax.Array:

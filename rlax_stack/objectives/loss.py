@@ -1,141 +1,173 @@
-"""The policy loss, composed from the boxes beside this file: ratio, trust region, correction, KL,
-entropy.
+"""The device's part of an objective: whole-batch preparation, then the loss of each micro-batch.
 
-Not for means over a batch: everything leaves as (numerator, denominator) pairs. Invariant:
-`PolicyLoss` summed over parts of a batch, each with the global denominators, is the loss of the
-whole batch.
+Not for the forward pass or the optimizer. Invariant: `policy_loss` added over the parts of a batch,
+each with what `prepare` gave for the whole of it, is the loss of the batch.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from rlax_stack.objectives import aggregation, corrections, kl, trust_region
-from rlax_stack.objectives.aggregation import Mean
+from rlax_stack.objectives import aggregation, metrics
+from rlax_stack.objectives.boxes import BoundBox
+from rlax_stack.objectives.inputs import (
+  Correction,
+  Denominators,
+  LossInputs,
+  LossParts,
+  Statistics,
+  clean,
+)
+from rlax_stack.objectives.objective import Objective
 
 
-class LossInputs(NamedTuple):
-  """One value per token, all of one shape; what is masked may hold anything, NaN included.
+class Prepared(NamedTuple):
+  """What the whole batch says about its tokens.
 
-  `weight_t` (float32) is from `aggregation.token_weights` over the whole batch; `entropy_t` may
-  carry a gradient.
+  `tokens` is cut with the micro-batches; the rest is for all of them.
   """
 
-  log_probs_t: jax.Array
-  entropy_t: jax.Array
-  proximal_log_probs_t: jax.Array
-  behaviour_log_probs_t: jax.Array
-  anchor_log_probs_t: jax.Array
-  adv_t: jax.Array
-  mask_t: jax.Array
-  weight_t: jax.Array
+  tokens: dict[str, Any]  # [M, rows, N] arrays: weight_t, adv_t, statistics by slot
+  scalars: dict[str, Any]  # statistics by slot
+  denominators: Denominators
 
 
-class Denominators(NamedTuple):
-  """Global denominators, float32 scalars: Σ weight_t for the policy term.
+def prepare(objective: Objective, inputs: LossInputs, state: dict[str, Any]) -> Prepared:
+  """Weights, denominators and statistics of a whole batch.
 
-  Trained tokens for the others.
+  Args:
+    objective: see Objective.
+    inputs: [M, rows, N]; `weight_t` is not read. Where `objective.needs_scores`, the log-probs and
+      the entropy are those of the current weights.
+    state: from `Objective.init_state`.
+
+  Returns: Prepared; nothing in it carries a gradient.
   """
-
-  policy: jax.Array
-  tokens: jax.Array
-
-
-class PolicyLoss(NamedTuple):
-  """`loss` is this part's share of the batch loss (float32 scalar); `metrics` are pairs.
-
-  `ratio_max` a maximum.
-  """
-
-  loss: jax.Array
-  metrics: dict[str, Mean]
-  ratio_max: jax.Array
+  weights = objective.aggregation(inputs.mask_t, inputs.trajectory_t, inputs.group_t)
+  inputs = clean(inputs._replace(weight_t=weights.weight_t))
+  bound = objective.advantage
+  if bound.box.token_advantages is not None:
+    adv_t = bound.call(bound.box.token_advantages, inputs, state=state.get('advantage'))
+    inputs = inputs._replace(adv_t=jnp.where(inputs.mask_t, adv_t, 0.0))
+  found: dict[str, Statistics] = {}
+  for slot, bound in objective.device_boxes.items():
+    if bound.box.batch_statistics is not None:
+      found[slot] = bound.call(bound.box.batch_statistics, inputs, state=state.get(slot))
+  tokens = {
+    'weight_t': inputs.weight_t,
+    'adv_t': inputs.adv_t,
+    'statistics': {slot: dict(s.tokens) for slot, s in found.items()},
+  }
+  scalars = {slot: dict(s.scalars) for slot, s in found.items()}
+  trained = jnp.sum(inputs.mask_t.astype(jnp.float32))
+  prepared = Prepared(tokens, scalars, Denominators(weights.denominator, trained))
+  return jax.lax.stop_gradient(prepared)
 
 
 def policy_loss(
-  inputs: LossInputs,
-  denominators: Denominators,
-  *,
-  clip_low: float = 0.2,
-  clip_high: float = 0.28,
-  correction_cap: float | None = None,
-  kl_coef: float = 0.0,
-  kl_estimator: str = 'k3_plus',
-  entropy_coef: float = 0.0,
-) -> PolicyLoss:
-  """Decoupled clipped policy loss with optional KL and entropy terms.
+  objective: Objective, inputs: LossInputs, prepared: Prepared, state: dict[str, Any]
+) -> LossParts:
+  """The share of one micro-batch in the loss of the batch.
 
-  L = Σ aₜ wₜ max(−ρₜÂₜ, −clip(ρₜ)Âₜ) / Σa  +  β Σ KLₜ / N  −  c Σ Hₜ / N
-  with ρₜ against the proximal policy, wₜ the truncated weight proximal / behaviour (1 without a
-  cap) and aₜ the aggregation weight.
+  L = Σ aₜ cₜ ℓₜ / D + Σ_r Σ rₜ / D_r, with ℓₜ from the trust region, cₜ the product of the
+  corrections, aₜ and D from the aggregation, rₜ and D_r of each regulariser
 
-  Divided by: the global denominators given, each term by its own.
-  Gradient flows through: log_probs_t and, with entropy_coef, entropy_t.
-  See "AReaL", Fu et al. (https://arxiv.org/abs/2505.24298), "DAPO", Yu et al.
-  (https://arxiv.org/abs/2503.14476).
+  Divided by: the global denominators of `prepared`, each term by its own.
+  Gradient flows through: log_probs_t and, with a box tagged 'entropy_gradient', entropy_t.
+  See "AReaL", Fu et al. (https://arxiv.org/abs/2505.24298), for the decoupled form.
 
   Args:
-    inputs: see LossInputs.
-    denominators: of the whole batch, not of this part.
-    clip_low: see `trust_region.ppo_clip`.
-    clip_high: see `trust_region.ppo_clip`.
-    correction_cap: C of the token weights, or None for no correction.
-    kl_coef: β; with 0 the anchor log-probs are not read.
-    kl_estimator: see `kl.kl_estimate`.
-    entropy_coef: c.
+    objective: see Objective.
+    inputs: [rows, N]; `weight_t` and `adv_t` are taken from `prepared`.
+    prepared: of the whole batch, its `tokens` cut to this micro-batch.
+    state: as given to `prepare`.
 
-  Returns: PolicyLoss.
+  Returns: LossParts.
   """
-  mask = inputs.mask_t
-  clipped = trust_region.ppo_clip(
-    inputs.log_probs_t,
-    inputs.proximal_log_probs_t,
-    inputs.adv_t,
-    mask,
-    clip_low=clip_low,
-    clip_high=clip_high,
+  tokens = prepared.tokens
+  inputs = clean(inputs._replace(weight_t=tokens['weight_t'], adv_t=tokens['adv_t']))
+  if 'entropy_gradient' not in objective.tags:
+    inputs = inputs._replace(entropy_t=jax.lax.stop_gradient(inputs.entropy_t))
+
+  def run(slot: str, bound: BoundBox, *args: Any) -> Any:
+    return bound(*args, **_extras(slot, prepared, state))
+
+  ratio = run('ratio', objective.ratio, inputs)
+  trust = run('trust_region', objective.trust_region, ratio, inputs)
+  correction = _product(
+    [run(f'corrections/{i}', bound, inputs) for i, bound in enumerate(objective.corrections)],
+    inputs,
   )
-  correction = corrections.token_truncated_importance(
-    inputs.proximal_log_probs_t,
-    inputs.behaviour_log_probs_t,
-    mask,
-    cap=jnp.inf if correction_cap is None else correction_cap,
-  )
-  loss_t = clipped.loss_t if correction_cap is None else clipped.loss_t * correction.weight_t
-  loss = aggregation.weighted_mean(loss_t, inputs.weight_t).numerator / denominators.policy
-  entropy = aggregation.masked_mean(inputs.entropy_t, mask)
-  metrics = {'entropy': jax.tree.map(jax.lax.stop_gradient, entropy)}
-  if entropy_coef:
-    loss -= entropy_coef * entropy.numerator / denominators.tokens
-  if kl_coef:
-    kl_t = kl.kl_estimate(
-      inputs.log_probs_t, inputs.anchor_log_probs_t, mask, estimator=kl_estimator
+  corrected = jnp.where(correction.kept_t, trust.loss_t * correction.weight_t, 0.0)
+  numerator = jnp.sum(jnp.where(inputs.mask_t, inputs.weight_t * corrected, 0.0))
+  loss = numerator / jnp.maximum(prepared.denominators.policy, 1.0)
+  named = dict(trust.metrics)
+  for i, bound in enumerate(objective.regularisers):
+    penalty = run(f'regularisers/{i}', bound, inputs)
+    denominator = penalty.denominator
+    denominator = prepared.denominators.tokens if denominator is None else denominator
+    total = jnp.sum(jnp.where(inputs.mask_t, penalty.loss_t, 0.0))
+    loss += total / jnp.maximum(denominator, 1.0)
+    named |= penalty.metrics
+  means = {name: aggregation.masked_mean(value, inputs.mask_t) for name, value in named.items()}
+  parts = metrics.loss_metrics(inputs, ratio, trust, correction)
+  held = jax.lax.stop_gradient(parts._replace(means=parts.means | means))
+  return held._replace(loss=loss)
+
+
+def _extras(slot: str, prepared: Prepared, state: dict[str, Any]) -> dict[str, Any]:
+  """What a box is handed beyond its arguments, where its signature names it."""
+  extras: dict[str, Any] = {}
+  if slot in prepared.scalars:
+    extras['statistics'] = Statistics(
+      tokens=prepared.tokens['statistics'][slot], scalars=prepared.scalars[slot]
     )
-    divergence = aggregation.masked_mean(kl_t, mask)
-    loss += kl_coef * divergence.numerator / denominators.tokens
-    metrics['kl_anchor'] = divergence
-  metrics |= _ratio_metrics(inputs, clipped, correction)
-  held = jax.tree.map(jax.lax.stop_gradient, metrics)
-  ratio_max = jnp.max(jnp.where(mask, jax.lax.stop_gradient(clipped.ratio_t), 0.0))
-  return PolicyLoss(loss, held, ratio_max)
+  if slot in state:
+    extras['state'] = state[slot]
+  return extras
 
 
-def _ratio_metrics(
-  inputs: LossInputs, clipped: trust_region.ClipOutput, correction: corrections.Correction
-) -> dict[str, Mean]:
-  """How far the current policy is from the proximal one, and the proximal from the behaviour."""
+def _product(corrections: list[Correction], inputs: LossInputs) -> Correction:
+  """All corrections as one, held constant; weight 1 and nothing dropped where there are none."""
   mask = inputs.mask_t
-  mean = aggregation.masked_mean
-  drift = trust_region.log_ratio(inputs.log_probs_t, inputs.behaviour_log_probs_t, mask)
-  return {
-    'ratio_mean': mean(clipped.ratio_t, mask),
-    'clip_low_fraction': mean(clipped.clipped_low_t, mask),
-    'clip_high_fraction': mean(clipped.clipped_high_t, mask),
-    # k3 of the sampled tokens estimates KL(behaviour ‖ current), which asynchrony and numerics
-    # open.
-    'kl_behaviour': mean(jnp.expm1(drift) - drift, mask),
-    'behaviour_log_prob_gap': mean(jnp.abs(drift), mask),
-    'correction_mean': mean(correction.weight_t, mask),
-    'truncated_fraction': mean(correction.truncated_t, mask),
-  }
+  total = Correction(jnp.ones(mask.shape, jnp.float32), jnp.ones_like(mask), jnp.zeros_like(mask))
+  for one in corrections:
+    total = Correction(
+      total.weight_t * one.weight_t,
+      total.kept_t & one.kept_t,
+      total.truncated_t | one.truncated_t,
+    )
+  return jax.lax.stop_gradient(total)
+
+
+def loss_inputs(batch: Any, scored: Any, *, version: jax.Array, score_proximal: bool) -> LossInputs:
+  """LossInputs of packed rows.
+
+  Args:
+    batch: PackedBatch, [rows, N] or [M, rows, N] triples.
+    scored: log_prob and entropy of every triple under the current weights, or None where nothing
+      was scored (both are then 0).
+    version: int32 scalar, the learner's version.
+    score_proximal: True reads `proximal_log_probs_t` of the batch; False takes the current policy
+      itself, held constant, as the proximal one, so that the ratio is exactly 1.
+  """
+  zero = jnp.zeros(batch.mask_t.shape, jnp.float32)
+  log_probs, entropy = (zero, zero) if scored is None else (scored.log_prob, scored.entropy)
+  held = jax.lax.stop_gradient(log_probs)
+  return LossInputs(
+    log_probs_t=log_probs,
+    entropy_t=entropy,
+    proximal_log_probs_t=batch.proximal_log_probs_t if score_proximal else held,
+    behaviour_log_probs_t=batch.behaviour_log_probs_t,
+    anchor_log_probs_t=batch.anchor_log_probs_t,
+    adv_t=batch.adv_t,
+    reward_t=batch.reward_t,
+    mask_t=batch.mask_t,
+    weight_t=zero,
+    trajectory_t=batch.trajectory_t,
+    group_t=batch.group_t,
+    turn_t=batch.turn_t,
+    version_t=batch.version_t,
+    staleness_t=version - batch.version_t,
+  )

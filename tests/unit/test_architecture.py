@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / 'rlax_stack'
 
 # Top-level modules that every room may import. Other top-level modules see everything (launch.py ...).
-WORDS = {'types', 'config', 'config_rules', 'errors', 'rng', 'sharding'}
+WORDS = {'types', 'config', 'errors', 'rng', 'sharding'}
 ROOMS_BELOW = {
   'pallas_kernels': set(),
   'objectives': set(),

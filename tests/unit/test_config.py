@@ -86,7 +86,20 @@ def test_missing_and_mistyped_fields_are_named():
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'objective__advantage': 'grpo'}, "advantage must be one of .*got 'grpo'"),
+    ({'objective__advantage': 'grpo'}, "advantage names no box 'grpo'. There are: group_"),
+    ({'objective__corrections': ('icepop',), 'objective__ratio': 'sequence'}, 'icepop drops single'),
+    ({'objective__corrections': ('auto', 'icepop')}, "mixes 'auto' with others"),
+    ({'objective__regularisers': ('kl_anchor', 'kl_anchor')}, 'names a box twice'),
+    (
+      {'objective__ratio': 'token(base="behaviour")', 'objective__corrections': ('token_tis',)},
+      'once more',
+    ),
+    ({'objective__critic': 'shared'}, "critic must be none, got 'shared'"),
+    (
+      {'objective__ratio': 'token(base="behaviour")', 'rollout__top_p': 0.9},
+      'ratio=token.*kept set',
+    ),
+    ({'objective__corrections': ('token_tis',), 'rollout__min_p': 0.1}, 'token_tis.*kept set'),
     ({'learner__learning_rate': float('nan')}, 'learning_rate must be above 0, got nan'),
     ({'rollout__group_size': 1}, 'rollout.group_size=1. Set config.rollout.group_size to 2'),
     ({'rollout__top_p': 0.0}, 'top_p must be above 0'),
@@ -99,7 +112,7 @@ def test_missing_and_mistyped_fields_are_named():
     ({'data__train.kind': 'gsm8k'}, 'needs a path. Set config.data.train.path'),
     ({'eval__pass_at': (1, 4)}, 'pass_at holds 4, but config.eval.samples=1'),
     ({'name': '../elsewhere'}, 'one plain folder name'),
-    ({'objective__clip_low': 1.0}, 'clip_low is a delta below 1'),
+    ({'objective__trust_region': 'ppo_clip(delta_low=2)'}, 'delta_low .* from 0 to 1, got 2'),
     ({'rewards__max_failure_fraction': 1.5}, 'from 0 to 1'),
     ({'checkpoint__every_steps': -1}, '0 or more, got -1'),
   ],

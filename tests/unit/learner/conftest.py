@@ -12,9 +12,9 @@ from rlax_stack.learner.optimizer import OptimizerSettings
 from rlax_stack.learner.packing import RowShape
 from rlax_stack.learner.row_plan import RowPlan
 from rlax_stack.learner.scoring import ForwardSettings
-from rlax_stack.learner.train_step import LossSettings
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.objectives.objective import resolve
 from rlax_stack.sharding import make_mesh
 from rlax_stack.types import FinishReason, Group, Prompt, Reward, Source, Trajectory
 
@@ -94,7 +94,7 @@ def settings():
   return LearnerSettings(
     rows=RowPlan(shape=RowShape(48, 48), micro_batch_rows=4, max_micro_batches=2),
     forward=ForwardSettings(compute_dtype=jnp.float32),
-    loss=LossSettings(),
+    objective=resolve(corrections=()),
     optimizer=OptimizerSettings(learning_rate=1e-2, max_grad_norm=1e9),
   )
 

@@ -18,8 +18,9 @@ from rlax_stack.learner.scoring import (
   target_log_probs,
 )
 from rlax_stack.learner.state import init_state, state_shardings, updates_applied
-from rlax_stack.learner.train_step import LossSettings, make_train_step
+from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models import decoder
+from rlax_stack.objectives.objective import resolve
 from rlax_stack.sharding import make_mesh
 
 TEMPERATURE = 0.7
@@ -107,7 +108,7 @@ def test_one_train_step_is_shared_by_equal_arguments(tiny):
 
   def make(learning_rate):
     optimizer = OptimizerSettings(learning_rate=learning_rate)
-    return make_train_step(tiny, mesh, forward=SETTINGS, loss=LossSettings(), optimizer=optimizer)
+    return make_train_step(tiny, mesh, forward=SETTINGS, objective=resolve(), optimizer=optimizer)
 
   assert make(1e-3) is make(1e-3)
   assert make(1e-3) is not make(2e-3)

@@ -11,7 +11,9 @@ from rlax_stack.learner import packing
 from rlax_stack.learner.packing import RowShape
 from rlax_stack.learner.row_plan import RowPlan
 from rlax_stack.learner.scoring import ForwardSettings
-from rlax_stack.learner.train_step import LossSettings
+from rlax_stack.objectives.objective import resolve
+
+_CORRECTED = resolve(corrections=('token_tis(absolute_high=2)',))
 
 
 def _update(learner, groups):
@@ -59,10 +61,10 @@ def test_update_does_not_depend_on_the_mesh(mesh, make_learner, groups, want):
 
 
 def test_sequence_mean_does_not_depend_on_micro_batches(make_learner, groups, want):
-  loss = LossSettings(aggregation='sequence_mean')
-  whole = _update(make_learner(loss=loss), groups)
+  mean = resolve(aggregation='sequence_mean', corrections=())
+  whole = _update(make_learner(objective=mean), groups)
   _assert_same_update(
-    _update(make_learner(loss=loss, rows=_PLANS['one row at a time']), groups), whole
+    _update(make_learner(objective=mean, rows=_PLANS['one row at a time']), groups), whole
   )
   assert abs(whole[0]['grad_norm'] / want[0]['grad_norm'] - 1) > 1e-3
 
@@ -134,7 +136,13 @@ def test_scores_are_the_log_probs_of_the_train_step(make_learner, groups):
 def _poison(batch):
   """NaN, or out of range, wherever the mask says nothing is read."""
   mask = batch.mask_t
-  names = ('adv_t', 'behaviour_log_probs_t', 'proximal_log_probs_t', 'anchor_log_probs_t')
+  names = (
+    'adv_t',
+    'reward_t',
+    'behaviour_log_probs_t',
+    'proximal_log_probs_t',
+    'anchor_log_probs_t',
+  )
   changed = {name: np.where(mask, getattr(batch, name), np.float32('nan')) for name in names}
   return batch._replace(
     **changed,
@@ -147,17 +155,16 @@ def _poison(batch):
 def test_masked_places_may_hold_nan(make_learner, groups, want, monkeypatch):
   pack = packing.pack_groups
   monkeypatch.setattr(packing, 'pack_groups', lambda *a, **k: _poison(pack(*a, **k)))
-  loss = LossSettings(correction_cap=2.0, kl_coef=0.0)
-  corrected = _update(make_learner(loss=loss), groups)
+  corrected = _update(make_learner(objective=_CORRECTED), groups)
   monkeypatch.setattr(packing, 'pack_groups', pack)
-  clean = _update(make_learner(loss=loss), groups)
+  clean = _update(make_learner(objective=_CORRECTED), groups)
   assert corrected[0] == clean[0]
   for a, b in zip(corrected[1], clean[1], strict=True):
     np.testing.assert_array_equal(a, b)
 
 
 def test_kl_to_the_anchor_is_zero_at_the_anchor_and_grows(make_learner, groups):
-  learner = make_learner(loss=LossSettings(kl_coef=0.1))
+  learner = make_learner(objective=resolve(regularisers=('kl_anchor(coef=0.1)',)))
   first = learner.train(groups).result()
   second = learner.train(groups).result()
   assert first['kl_anchor'] == pytest.approx(0.0, abs=1e-10)
@@ -168,7 +175,7 @@ def test_non_finite_update_is_skipped_and_counted(make_learner, groups, tiny_par
   learner = make_learner()
   before = jax.device_get(learner.state)
   bad = [_with_log_prob(groups[0], float('nan')), *groups[1:]]
-  with_correction = make_learner(loss=LossSettings(correction_cap=2.0))
+  with_correction = make_learner(objective=_CORRECTED)
   metrics = with_correction.train(bad).result()
   state = jax.device_get(with_correction.state)
   assert metrics['skipped'] == metrics['skipped_in_row'] == 1.0
@@ -182,7 +189,7 @@ def test_non_finite_update_is_skipped_and_counted(make_learner, groups, tiny_par
   metrics = with_correction.train(groups).result()
   assert (metrics['skipped'], metrics['skipped_in_row']) == (1.0, 0.0)
   # The schedule and the moments count applied updates only.
-  clean = make_learner(loss=LossSettings(correction_cap=2.0))
+  clean = make_learner(objective=_CORRECTED)
   clean.train(groups).result()
   for a, b in zip(
     jax.tree.leaves(clean.params), jax.tree.leaves(with_correction.params), strict=True

@@ -1,0 +1,69 @@
+"""The objective of a run's config, and what it demands of the other sections.
+
+Not for what boxes demand of each other (`objectives.objective.resolve`). Needs no device.
+"""
+
+from collections.abc import Iterator
+
+from rlax_stack.config import RunConfig
+from rlax_stack.objectives.objective import Objective, resolve
+
+
+def resolve_objective(config: RunConfig) -> Objective:
+  """The boxes that config.objective names.
+
+  Raises:
+    ConfigError: an unknown box or option, a value of another type, or boxes that contradict.
+  """
+  section = config.objective
+  return resolve(
+    shaping=section.shaping,
+    advantage=section.advantage,
+    ratio=section.ratio,
+    trust_region=section.trust_region,
+    corrections=section.corrections,
+    regularisers=section.regularisers,
+    aggregation=section.aggregation,
+    critic=section.critic,
+    off_policy=off_policy(config),
+    max_tokens=config.rollout.max_tokens,
+  )
+
+
+def off_policy(config: RunConfig) -> bool:
+  """Whether a sample may be trained on by other weights than those that drew it."""
+  return config.fleet.max_staleness > 0 or config.learner.updates_per_batch > 1
+
+
+def objective_problems(config: RunConfig) -> Iterator[str]:
+  """What the objective demands and the other sections do not give.
+
+  Raises:
+    ConfigError: see `resolve_objective`.
+  """
+  objective, rollout = resolve_objective(config), config.rollout
+  if rollout.group_size < 2 and 'group' in objective.advantage.box.tags:
+    yield (
+      f'config.objective.advantage={objective.advantage.name} compares the samples of a group, but '
+      f'config.rollout.group_size={rollout.group_size}. Set config.rollout.group_size to 2 or more.'
+    )
+  reads = _importance_ratio(config, objective)
+  if reads and (rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0):
+    yield (
+      f'top_k, top_p and min_p change the support of the sampled distribution, so the importance '
+      f'ratio ({reads}) is not defined without the kept set. Set config.rollout.top_k=0, top_p=1 and '
+      'min_p=0, or keep to the sampling policy: config.fleet.max_staleness=0, '
+      "config.learner.updates_per_batch=1, ratio 'token' and no correction."
+    )
+
+
+def _importance_ratio(config: RunConfig, objective: Objective) -> str:
+  """What compares a policy with the one that sampled; empty where nothing does."""
+  weights = [bound.name for bound in objective.corrections if 'importance' in bound.box.tags]
+  if weights:
+    return f'config.objective.corrections={weights[0]}'
+  if 'no_ratio' in objective.trust_region.box.tags:
+    return ''
+  if dict(objective.ratio.options).get('base') == 'behaviour':
+    return f'config.objective.ratio={objective.ratio.text}'
+  return 'max_staleness or updates_per_batch' if off_policy(config) else ''

@@ -1,0 +1,151 @@
+"""Policy ratios in log space: of a token, a sequence or a turn, against proximal or behaviour.
+
+Not for bounds (trust_regions/). Invariant: with equal log-probs the log-ratio is exactly 0; masked
+tokens have log-ratio exactly 0.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlax_stack.objectives import segments
+from rlax_stack.objectives.boxes import Box
+from rlax_stack.objectives.inputs import LossInputs
+
+Base = Literal['proximal', 'behaviour']
+
+# exp of it is finite in float32 and so are its products; beyond it the gradient is 0.
+MAX_LOG_RATIO = 20.0
+
+
+class Ratio(NamedTuple):
+  """What a ratio box gives.
+
+  `log_token_t` is log πₜ − log π_base,ₜ of every token; `pool` turns values per token into the
+  ratio's values, spread over the tokens they belong to; `log_ratio_t` is the pooled `log_token_t`.
+  """
+
+  log_token_t: jax.Array
+  log_ratio_t: jax.Array
+  pool: Callable[[jax.Array], jax.Array]
+
+  @property
+  def ratio_t(self) -> jax.Array:
+    """ρ, float32."""
+    return exp(self.log_ratio_t)
+
+
+def exp(log_ratio_t: jax.Array) -> jax.Array:
+  """e to the log-ratio, held within e^±MAX_LOG_RATIO."""
+  return jnp.exp(jnp.clip(log_ratio_t, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def log_ratio(log_probs_t: jax.Array, base_log_probs_t: jax.Array, mask_t: jax.Array) -> jax.Array:
+  """log π − log π_base in float32, exactly 0 outside `mask_t`.
+
+  The mask is applied before any `exp`: a masked infinity or NaN would leak through the gradient of
+  an `exp` that is masked afterwards. No gradient flows into the base.
+  """
+  base = jax.lax.stop_gradient(base_log_probs_t).astype(jnp.float32)
+  return jnp.where(mask_t, log_probs_t.astype(jnp.float32) - base, 0.0)
+
+
+def token(inputs: LossInputs, *, base: Base = 'proximal') -> Ratio:
+  """Ratio of every token.
+
+  ρₜ = πₜ / π_base,ₜ
+
+  Divided by: nothing. Gradient flows through: log_probs_t.
+  See "Proximal Policy Optimization", Schulman et al. (https://arxiv.org/abs/1707.06347); against
+  behaviour it is the importance ratio itself.
+
+  Args:
+    inputs: [rows, N].
+    base: 'proximal' or 'behaviour'.
+  """
+  log_token = _log_token(inputs, base)
+  return Ratio(log_token, log_token, lambda value_t: value_t)
+
+
+def sequence(inputs: LossInputs, *, base: Base = 'proximal') -> Ratio:
+  """Geometric mean over a sequence as the ratio of each of its tokens, in the form GSPO-token.
+
+  ρₜ = sg[sᵢ] πₜ / sg[πₜ],  sᵢ = (Π πₜ / π_base,ₜ)^(1/nᵢ)
+
+  Divided by: nᵢ inside the mean. Gradient flows through: log_probs_t of the own token only; summed
+  over a sequence with equal advantages it is nᵢ times that of sᵢ.
+  See "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071).
+
+  Args:
+    inputs: [rows, N].
+    base: see `token`.
+  """
+
+  def pool(value_t):
+    mean = segments.run_mean(value_t, inputs.mask_t, inputs.trajectory_t)
+    return jax.lax.stop_gradient(mean - value_t) + value_t
+
+  log_token = _log_token(inputs, base)
+  return Ratio(log_token, pool(log_token), pool)
+
+
+def geometric_mean(inputs: LossInputs, *, base: Base = 'proximal') -> Ratio:
+  """Geometric mean over a sequence, spread over its tokens, with its own gradient.
+
+  ρₜ = (Π πₜ / π_base,ₜ)^(1/nᵢ)
+
+  Divided by: nᵢ inside the mean. Gradient flows through: log_probs_t, 1/nᵢ to each token.
+  See "Geometric-Mean Policy Optimization", Zhao et al. (https://arxiv.org/abs/2507.20673), which
+  bounds every factor before the mean (trust region `log_clip`).
+
+  Args:
+    inputs: [rows, N].
+    base: see `token`.
+  """
+
+  def pool(value_t):
+    return segments.run_mean(value_t, inputs.mask_t, inputs.trajectory_t)
+
+  log_token = _log_token(inputs, base)
+  return Ratio(log_token, pool(log_token), pool)
+
+
+def turn(inputs: LossInputs, *, base: Base = 'proximal') -> Ratio:
+  """`sequence` over one turn instead of the whole trajectory: one ratio per uninterrupted answer.
+
+  ρₜ = sg[s] πₜ / sg[πₜ],  s = (Π πₜ / π_base,ₜ)^(1/n) over the tokens of the turn
+
+  Divided by: the tokens of the turn inside the mean. Gradient flows through: log_probs_t of the own
+  token only.
+  See "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071), whose
+  sequence is here a turn; segment-level corrections of the same shape are in ROLL
+  (https://github.com/alibaba/ROLL).
+
+  Args:
+    inputs: [rows, N].
+    base: see `token`.
+  """
+
+  def pool(value_t):
+    mean = segments.run_mean(value_t, inputs.mask_t, inputs.trajectory_t, inputs.turn_t)
+    return jax.lax.stop_gradient(mean - value_t) + value_t
+
+  log_token = _log_token(inputs, base)
+  return Ratio(log_token, pool(log_token), pool)
+
+
+def _log_token(inputs: LossInputs, base: str) -> jax.Array:
+  bases = {'proximal': inputs.proximal_log_probs_t, 'behaviour': inputs.behaviour_log_probs_t}
+  return log_ratio(inputs.log_probs_t, bases[base], inputs.mask_t)
+
+
+_POOLED = frozenset({'pooled'})
+
+TABLE = {
+  'token': Box(token, formula='ρ = π/π_{base}'),
+  'sequence': Box(sequence, formula='ρ = (Π π/π_{base})^(1/n)', tags=_POOLED),
+  'geometric_mean': Box(geometric_mean, formula='ρ = (Π π/π_{base})^(1/n)', tags=_POOLED),
+  'turn': Box(turn, formula='ρ = (Π_turn π/π_{base})^(1/n)', tags=_POOLED),
+}

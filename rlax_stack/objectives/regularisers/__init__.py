@@ -1,0 +1,8 @@
+"""Regularisers: terms that are added to the policy loss, each over a denominator of its own.
+
+A box: (LossInputs, *, options) -> Penalty.
+"""
+
+from rlax_stack.objectives.regularisers import entropy, kl
+
+TABLE = kl.TABLE | entropy.TABLE

@@ -1,0 +1,104 @@
+"""What the boxes on the host read: the rewards of a batch of ragged groups, flat over trajectories.
+
+Numpy, before packing. Not for log-probs on the device. Invariant: `reward` is finite, and every
+trajectory of a group has the same index in `group`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlax_stack.errors import ConfigError, DataError, RewardError
+from rlax_stack.types import FinishReason, Group, Source, Trajectory
+
+TokenValues = tuple[np.ndarray, ...]  # one array per trajectory, one value per trained token
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardBatch:
+  """One batch, B trajectories in the order of their groups; changed with `dataclasses.replace`.
+
+  `keep` is False for trajectories that shaping takes out of the loss: they still count in the
+  baseline of their group. `trajectories` and `metadata` (of the prompts) are for boxes that need
+  more than the arrays; `log_probs_t` and `anchor_log_probs_t` are there for boxes tagged
+  'host_scores' only.
+  """
+
+  reward: np.ndarray  # float64 [B]
+  group: np.ndarray  # int [B], 0, 0, 0, 1, 1, ...
+  length: np.ndarray  # int [B], trained tokens
+  sampled: np.ndarray  # int [B], sampled tokens
+  truncated: np.ndarray  # bool [B], ended by max_tokens
+  keep: np.ndarray  # bool [B]
+  turn_t: TokenValues  # int, turn of every trained token, counted from 0
+  version_t: TokenValues  # int, weights version that sampled it
+  trajectories: tuple[Trajectory, ...] = ()
+  metadata: tuple[Mapping[str, Any], ...] = ()
+  log_probs_t: TokenValues | None = None
+  anchor_log_probs_t: TokenValues | None = None
+
+
+def from_groups(groups: Sequence[Group]) -> RewardBatch:
+  """The batch of scored groups.
+
+  Raises:
+    DataError: a trajectory without a reward.
+    RewardError: a reward that is NaN or infinite.
+  """
+  trajectories = tuple(t for group in groups for t in group.trajectories)
+  for group in groups:
+    if any(t.reward is None or t.reward.value is None for t in group.trajectories):
+      raise DataError(
+        f'group {group.group_id} has a trajectory without a reward. Score it or drop it first.'
+      )
+  rewards = [t.reward.value if t.reward is not None else None for t in trajectories]
+  reward = np.asarray(rewards, np.float64)
+  if not np.isfinite(reward).all():
+    raise RewardError(
+      f'rewards must be finite, got {reward.tolist()}. A failed verifier is a failure, not NaN.'
+    )
+  return RewardBatch(
+    reward=reward,
+    group=np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups]),
+    length=np.array([int(t.mask_t.sum()) for t in trajectories], np.int64),
+    sampled=np.array([t.num_sampled for t in trajectories], np.int64),
+    truncated=np.array([t.finish_reason == FinishReason.LENGTH for t in trajectories], bool),
+    keep=np.ones(len(trajectories), bool),
+    turn_t=tuple(turns(t) for t in trajectories),
+    version_t=tuple(np.asarray(t.version_t)[np.asarray(t.mask_t)] for t in trajectories),
+    trajectories=trajectories,
+    metadata=tuple(group.prompt.metadata for group in groups for _ in group.trajectories),
+  )
+
+
+def turns(trajectory: Trajectory) -> np.ndarray:
+  """Turn of every trained token, int32 [n]: uninterrupted runs of sampled tokens, from 0."""
+  sampled = np.asarray(trajectory.source_t) == Source.POLICY
+  starts = sampled & ~np.concatenate([[False], sampled[:-1]])
+  turn = np.maximum(np.cumsum(starts) - 1, 0).astype(np.int32)
+  return turn[np.asarray(trajectory.mask_t)]
+
+
+def by_group(batch: RewardBatch, estimate: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+  """`estimate(rewards of one group)` for every group, float64 [B].
+
+  A group whose rewards are all equal gets exactly 0: it says nothing, and the mean of equal
+  numbers may differ from them in the last bit.
+
+  Raises:
+    ConfigError: a group of fewer than two samples: no baseline can be made from one.
+  """
+  out = np.zeros(batch.reward.shape, np.float64)
+  for group in np.unique(batch.group):
+    member = batch.group == group
+    rewards = batch.reward[member]
+    if rewards.size < 2:
+      raise ConfigError(
+        f'a group estimator needs at least 2 samples per group, got {rewards.size}. '
+        'Raise the group size, or drop groups that lost their samples.'
+      )
+    if not (rewards == rewards[0]).all():
+      out[member] = estimate(rewards)
+  return out

@@ -1,0 +1,9 @@
+"""Trust regions: a log-ratio and an advantage in, a loss per token out.
+
+A box: (Ratio, LossInputs, *, options) -> TokenLoss. Losses that replace the surrogate are boxes of
+this slot too; a loss of a sequence is spread over its tokens.
+"""
+
+from rlax_stack.objectives.trust_regions import clip
+
+TABLE = clip.TABLE

@@ -37,8 +37,9 @@ format: install-dev  ## format the code and mend what lint can mend
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-docs: install-dev  ## write docs/config.md from configs/base.py
+docs: install-dev  ## write docs/config.md and docs/algorithms.md from configs/ and the boxes
 	$(VENV)/bin/python -m rlax_stack.docs_config
+	$(VENV)/bin/python -m rlax_stack.docs_algorithms
 
 install:  ## what the quickstart needs
 	@.ci/environment $(VENV) quickstart,math $(PYTHON)

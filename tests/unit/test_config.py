@@ -87,7 +87,10 @@ def test_missing_and_mistyped_fields_are_named():
   ('changes', 'message'),
   [
     ({'objective__advantage': 'grpo'}, "advantage names no box 'grpo'. There are: group_"),
-    ({'objective__corrections': ('icepop',), 'objective__ratio': 'sequence'}, 'icepop drops single'),
+    (
+      {'objective__corrections': ('icepop',), 'objective__ratio': 'sequence'},
+      'icepop drops single',
+    ),
     ({'objective__corrections': ('auto', 'icepop')}, "mixes 'auto' with others"),
     ({'objective__regularisers': ('kl_anchor', 'kl_anchor')}, 'names a box twice'),
     (

@@ -65,7 +65,7 @@ def icepop(
   wₜ = kₜ π_proximal,ₜ / π_behaviour,ₜ,  kₜ = 1[a ≤ π_proximal,ₜ / π_behaviour,ₜ ≤ b]
 
   Divided by: nothing; dropped tokens stay in the denominator. Gradient flows through: nothing.
-  See "Small Leak Can Sink a Great Ship: IcePop", Ling team (https://ringtech.notion.site/icepop).
+  See "Every Step Evolves", Ling team (https://arxiv.org/abs/2510.18855).
 
   Args:
     inputs: [rows, N].

@@ -1,0 +1,1 @@
+"""Published methods: each file names the boxes of one and starts from configs/base.py."""

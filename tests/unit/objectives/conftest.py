@@ -1,0 +1,93 @@
+"""Batches for the objectives' tests, and the loss of a whole batch from its micro-batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlax_stack.objectives import loss
+from rlax_stack.objectives.inputs import LossInputs, added
+from rlax_stack.objectives.reward_batch import RewardBatch
+
+
+def _whole_loss(objective, inputs, state=None):
+  state = objective.init_state() if state is None else state
+  prepared = loss.prepare(objective, inputs, state)
+  total = None
+  for index in range(inputs.mask_t.shape[0]):
+    tokens, rows = jax.tree.map(lambda x, i=index: x[i], (prepared.tokens, inputs))
+    part = loss.policy_loss(objective, rows, prepared._replace(tokens=tokens), state)
+    total = part if total is None else added(total, part)
+  return total
+
+
+def _inputs(seed=0, masked=0.0, drift=0.15):
+  """[2, 2, 9]: two trajectories to a row, four groups of two, holes in the mask, padding."""
+  rng, shape = np.random.default_rng(seed), (2, 2, 9)
+  place = np.arange(9)
+  trajectory = np.arange(4).reshape(2, 2, 1) * 2 + (place >= 4)
+  mask = np.broadcast_to(place < 7, shape) & (rng.random(shape) < 0.85) | (place % 4 == 0)
+  mask = mask & (place < 8)
+  behaviour = -0.1 - rng.exponential(1.0, shape)
+  proximal = np.minimum(behaviour + drift * rng.standard_normal(shape), -0.02)
+  current = np.minimum(proximal + drift * rng.standard_normal(shape), -0.01)
+  reward = rng.random(8)
+
+  def filled(value):
+    return jnp.asarray(np.where(mask, value, masked), jnp.float32)
+
+  def ids(value):
+    return jnp.asarray(np.where(mask, value, -1), jnp.int32)
+
+  return LossInputs(
+    log_probs_t=filled(current),
+    entropy_t=filled(rng.random(shape) + 0.1),
+    proximal_log_probs_t=filled(proximal),
+    behaviour_log_probs_t=filled(behaviour),
+    anchor_log_probs_t=filled(behaviour + 0.1),
+    adv_t=filled((rng.standard_normal(8))[trajectory]),
+    reward_t=filled(reward[trajectory]),
+    mask_t=jnp.asarray(mask),
+    weight_t=filled(0.0),
+    trajectory_t=ids(trajectory),
+    group_t=ids(trajectory // 2),
+    turn_t=ids(place % 4 >= 2),
+    version_t=ids(3 - trajectory % 2),
+    staleness_t=ids(trajectory % 2),
+  )
+
+
+def _reward_batch(rewards, group, length=None, truncated=None):
+  size = len(rewards)
+  length = np.full(size, 3) if length is None else np.asarray(length)
+  return RewardBatch(
+    reward=np.asarray(rewards, np.float64),
+    group=np.asarray(group),
+    length=length,
+    sampled=length,
+    truncated=np.zeros(size, bool) if truncated is None else np.asarray(truncated),
+    keep=np.ones(size, bool),
+    turn_t=tuple(np.zeros(n, np.int32) for n in length),
+    version_t=tuple(np.zeros(n, np.int32) for n in length),
+    metadata=({},) * size,
+    log_probs_t=tuple(np.full(n, -0.7, np.float32) for n in length),
+    anchor_log_probs_t=tuple(np.full(n, -1.0, np.float32) for n in length),
+  )
+
+
+@pytest.fixture(scope='session')
+def whole_loss():
+  """Function (objective, inputs [M, rows, N], state) -> LossParts of all micro-batches added."""
+  return _whole_loss
+
+
+@pytest.fixture(scope='session')
+def make_inputs():
+  """Function (seed, masked, drift) -> LossInputs of [2, 2, 9]; masked places hold `masked`."""
+  return _inputs
+
+
+@pytest.fixture(scope='session')
+def make_reward_batch():
+  """Function (rewards, group, length, truncated) -> RewardBatch."""
+  return _reward_batch

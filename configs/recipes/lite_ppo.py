@@ -2,7 +2,7 @@
 
 "Tricks or Traps? A Deep Dive into RL for LLM Reasoning", Liu et al.
 (https://arxiv.org/abs/2508.08221).
-Test: tests/unit/objectives/test_advantages.py::lite_ppo
+Test: tests/unit/objectives/test_golden_losses.py::group_center_batch_std
 """
 
 from configs import base

@@ -13,9 +13,10 @@ from rlax_stack.objectives.aggregation import masked_mean
 from rlax_stack.objectives.boxes import BoundBox, Box
 from rlax_stack.objectives.corrections.importance import log_weight
 from rlax_stack.objectives.host import advantages_of
-from rlax_stack.objectives.inputs import Statistics, TokenLoss, clean
+from rlax_stack.objectives.inputs import Correction, Statistics, TokenLoss, clean
 from rlax_stack.objectives.objective import resolve
-from rlax_stack.objectives.reward_batch import from_groups, turns
+from rlax_stack.objectives.reward_batch import by_group, from_groups, turns
+from rlax_stack.objectives.trust_regions.clip import reinforce
 from rlax_stack.types import FinishReason, Group, Prompt, Reward, Source, Trajectory
 
 
@@ -54,8 +55,26 @@ def test_quantiles_of_counts_add_up():
     want = np.quantile(np.asarray(log_ratio), level)
     got = float(jnp.log(metrics.ratio_quantile(whole, level)))
     assert got == pytest.approx(want, rel=0.09, abs=0.005)
+  assert float(ratios.Ratio(log_ratio, log_ratio, lambda x: x).ratio_t[0, 0]) == pytest.approx(
+    np.exp(float(log_ratio[0, 0])), rel=1e-6
+  )
   on_policy = metrics.log_ratio_counts(jnp.zeros((1, 3)), jnp.ones((1, 3), bool))
   assert float(metrics.ratio_quantile(on_policy, 0.5)) == 1.0
+
+
+def test_by_group_takes_ragged_groups_and_leaves_flat_ones_at_zero(make_reward_batch):
+  batch = make_reward_batch([3.0, 0.1, 1.0, 0.1, 0.1], [0, 1, 0, 1, 1])
+  np.testing.assert_array_equal(by_group(batch, lambda r: r * 2), [6.0, 0.0, 2.0, 0.0, 0.0])
+
+
+def test_loss_metrics_carry_no_loss(make_inputs):
+  inputs = clean(jax.tree.map(lambda x: x[0], make_inputs()))
+  ratio = ratios.token(inputs)
+  mask = inputs.mask_t
+  trust, correction = reinforce(ratio, inputs), Correction(inputs.adv_t, mask, mask)
+  parts = metrics.loss_metrics(inputs, ratio, trust, correction)
+  assert float(parts.loss) == 0.0
+  assert float(parts.means['truncated_fraction'].numerator) == float(np.asarray(mask).sum())
 
 
 def test_metrics_by_hand(whole_loss, make_inputs):
@@ -85,7 +104,9 @@ def test_dropped_tokens_stay_in_the_denominator(whole_loss, make_inputs):
   held, weight = clean(inputs), jnp.exp(log_weight(clean(inputs)))
   table = -held.adv_t * jnp.exp(held.log_probs_t - held.proximal_log_probs_t) * weight
   want = jnp.sum(jnp.where(held.mask_t & (weight >= 0.5) & (weight <= 1), table, 0.0))
-  assert float(loss.loss) == pytest.approx(float(want) / float(held.mask_t.sum()), rel=1e-5)
+  assert float(loss.loss) == pytest.approx(
+    float(want) / float(np.asarray(held.mask_t).sum()), rel=1e-5
+  )
 
 
 def test_whole_batch_statistics_and_state_reach_the_box(whole_loss, make_inputs):
@@ -115,13 +136,15 @@ def test_whole_batch_statistics_and_state_reach_the_box(whole_loss, make_inputs)
   bound = BoundBox('probe', box, (('scale', 4.0),))
   objective = dataclasses.replace(resolve(), trust_region=bound)
   assert objective.needs_scores and not resolve().needs_scores
+  assert sorted(objective.device_boxes) == ['advantage', 'ratio', 'trust_region']
   state = objective.init_state()
   assert state == {'trust_region': 3.0}
   inputs = make_inputs(seed=4)
   parts = whole_loss(objective, inputs)
   mean = float(metrics.finished(parts)['probe'])
   held = clean(inputs)
-  assert mean == pytest.approx(float(36 * held.adv_t.sum() / held.mask_t.sum()), rel=1e-5)
+  want = 36 * np.asarray(held.adv_t)[np.asarray(held.mask_t)].mean()
+  assert mean == pytest.approx(float(want), rel=1e-4)
   after = objective.update_state(state, metrics.finished(parts))
   assert float(after['trust_region']) == pytest.approx(3.0 + 4.0 * mean, rel=1e-5)
 
@@ -137,7 +160,7 @@ def test_token_advantages_replace_those_of_the_host(whole_loss, make_inputs):
   loss, gradient = jax.value_and_grad(
     lambda x: whole_loss(objective, inputs._replace(log_probs_t=x)).loss
   )(inputs.log_probs_t)
-  count = float(inputs.mask_t.sum())
+  count = float(np.asarray(inputs.mask_t).sum())
   assert float(loss) == pytest.approx(-float(jnp.sum(inputs.log_probs_t**2)) / count, rel=1e-5)
   np.testing.assert_allclose(gradient, -inputs.log_probs_t / count, rtol=1e-5)
 

@@ -1,0 +1,80 @@
+"""Every recipe takes two real optimizer steps on a decoder of one layer."""
+
+import dataclasses
+import importlib
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from rlax_stack.config import from_config_dict
+from rlax_stack.config_rules import check
+from rlax_stack.learner.packing import RowShape
+from rlax_stack.learner.row_plan import RowPlan
+from rlax_stack.models import decoder
+from rlax_stack.objective_rules import resolve_objective
+
+_ROOT = pathlib.Path(__file__).parents[3]
+RECIPES = sorted(p.stem for p in (_ROOT / 'configs' / 'recipes').glob('*.py') if p.stem[0] != '_')
+
+
+@pytest.fixture(scope='module')
+def make_small(tiny, make_learner):
+  """Function (objective) -> a learner of one layer."""
+  config = dataclasses.replace(tiny, num_layers=1, vocab_size=32, hidden_size=8, head_dim=4)
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda leaf: (0.4 * rng.standard_normal(leaf.shape) + 0.2).astype(np.float32),
+    decoder.abstract_params(config),
+  )
+  plan = RowPlan(shape=RowShape(32, 32), micro_batch_rows=1, max_micro_batches=2)
+  return lambda objective: make_learner(
+    config=config, params=params, objective=objective, rows=plan
+  )
+
+
+@pytest.fixture(scope='module')
+def groups(make_groups):
+  groups = make_groups(sizes=(2, 3), prompt_lengths=(3, 2))
+  return [
+    dataclasses.replace(
+      group,
+      prompt_tokens=group.prompt_tokens % 32,
+      trajectories=tuple(dataclasses.replace(t, tokens=t.tokens % 32) for t in group.trajectories),
+    )
+    for group in groups
+  ]
+
+
+def _as_sampled(learner, groups):
+  """The groups with the log-probs that the learner's weights give, and a little noise."""
+  rng = np.random.default_rng(0)
+  return [
+    dataclasses.replace(
+      group,
+      trajectories=tuple(
+        dataclasses.replace(
+          t, behaviour_log_probs_t=(s + 0.05 * rng.standard_normal(s.shape)).astype(np.float32)
+        )
+        for t, s in zip(group.trajectories, scores, strict=True)
+      ),
+    )
+    for group, scores in zip(groups, learner.score(groups), strict=True)
+  ]
+
+
+@pytest.mark.parametrize('name', RECIPES)
+def test_recipe_takes_two_steps(name, make_small, groups):
+  source = importlib.import_module(f'configs.recipes.{name}').get_config()
+  source.rollout.max_tokens = 8
+  config = from_config_dict(source)
+  check(config)
+  learner = make_small(resolve_objective(config))
+  sampled, before = _as_sampled(learner, groups), learner.snapshot()
+  learner.train(sampled)
+  found = learner.train(sampled).result()
+  assert all(np.isfinite(value) for value in found.values()), found
+  assert found['skipped'] == 0.0 and int(learner.state.step) == 2
+  moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), learner.snapshot(), before)
+  assert max(jax.tree.leaves(moved)) > 0

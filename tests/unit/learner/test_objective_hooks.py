@@ -122,7 +122,8 @@ def test_scores_of_a_batch_are_those_of_its_parts(tiny, tiny_params, make_learne
   learner = make_learner(rows=_PLAN)
   packed = learner._pack_to_train(make_groups())
   batch, num_micro = learner._place(packed)
-  found = score_batch(tiny_params, tiny, batch, num_micro, ForwardSettings())
+  score = jax.jit(lambda p: score_batch(p, tiny, batch, num_micro, ForwardSettings()))
+  found = score(tiny_params)
   assert found.entropy.shape == batch.mask_t.shape
   assert (np.asarray(found.log_prob)[np.asarray(batch.mask_t)] < 0).all()
   assert (np.asarray(found.log_prob)[~np.asarray(batch.mask_t)] == 0).all()

@@ -19,8 +19,6 @@ from rlax_stack.errors import ConfigError
 from rlax_stack.objectives.boxes import Box, box_options
 from rlax_stack.objectives.objective import TABLES
 
-_CHECK = flags.DEFINE_bool('check', False, 'Compare with the page that is there and write nothing.')
-
 ROOT = pathlib.Path(__file__).parents[1]
 RECIPES = ROOT / 'configs' / 'recipes'
 PAGE = ROOT / 'docs' / 'algorithms.md'
@@ -113,7 +111,7 @@ def main(argv: list[str]) -> None:
   """Writes or checks the page."""
   del argv
   page = render()
-  if not _CHECK.value:
+  if not flags.FLAGS.check:
     PAGE.write_text(page, encoding='utf-8')
     logging.info('wrote %s', PAGE)
   elif not PAGE.exists() or PAGE.read_text(encoding='utf-8') != page:
@@ -121,4 +119,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
+  # Not at import: docs_config has a flag of the same name.
+  flags.DEFINE_bool('check', False, 'Compare with the page that is there and write nothing.')
   app.run(main)

@@ -234,3 +234,30 @@ def test_clip_sides(whole_loss, make_inputs):
   assert low.any() and high.any()
   assert float(found['clip_low_fraction']) == pytest.approx(low.sum() / mask.sum())
   assert float(found['clip_high_fraction']) == pytest.approx(high.sum() / mask.sum())
+
+
+def test_without_a_bound_and_on_policy_every_surrogate_is_reinforce(whole_loss, make_inputs):
+  inputs = make_inputs(seed=8)
+  inputs = inputs._replace(proximal_log_probs_t=inputs.log_probs_t)
+  held = clean(inputs)
+  want = -np.asarray(held.adv_t) / np.asarray(held.mask_t).sum()
+  for name in ('reinforce', 'none', 'ppo_clip', 'dual_clip', 'cispo', 'log_clip'):
+    objective = resolve(trust_region=name)
+    got = jax.grad(lambda x, o=objective: whole_loss(o, inputs._replace(log_probs_t=x)).loss)(
+      inputs.log_probs_t
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=name)
+
+
+def test_entropy_and_kl_terms_by_hand(whole_loss, make_inputs):
+  inputs = make_inputs(seed=9)
+  terms = ('kl_anchor(coef=0.5, estimator="k2")', 'entropy_bonus(coef=0.25)')
+  mask = np.asarray(inputs.mask_t)
+  d = np.asarray(inputs.log_probs_t - inputs.anchor_log_probs_t)[mask]
+  want = 0.5 * (d**2 / 2).mean() - 0.25 * np.asarray(inputs.entropy_t)[mask].mean()
+  # Their denominator is the trained tokens, whatever the policy loss is divided by.
+  for name in ('token_mean', 'sequence_sum'):
+    plain = whole_loss(resolve(aggregation=name), inputs)
+    both = whole_loss(resolve(aggregation=name, regularisers=terms), inputs)
+    np.testing.assert_allclose(both.loss - plain.loss, want, rtol=1e-5)
+  assert 'kl_anchor' in both.means and 'kl_anchor' not in plain.means

@@ -9,6 +9,11 @@ separate (prompt and completion, sample by sample). The limit counts the FLOP th
 twice forward) at the best rate of matrix products measured in the same run. The last line is JSON.
 """
 
+from rlax_stack import huge_pages
+
+if __name__ == '__main__':  # before anything large is imported
+  huge_pages.restart_with_huge_pages()
+
 import json
 import resource
 import time

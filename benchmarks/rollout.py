@@ -8,6 +8,11 @@ Sampled tokens are counted, prefill time included. The limit comes from rates me
 The last line is JSON.
 """
 
+from rlax_stack import huge_pages
+
+if __name__ == '__main__':  # before anything large is imported
+  huge_pages.restart_with_huge_pages()
+
 import gc
 import importlib.util
 import json

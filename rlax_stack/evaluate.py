@@ -7,6 +7,11 @@ The prompts are those of config.data.eval, the verifiers those of config.rewards
 model of the config is evaluated as it is. The last line is JSON.
 """
 
+from rlax_stack import huge_pages
+
+if __name__ == '__main__':  # before anything large is imported
+  huge_pages.restart_with_huge_pages()
+
 import dataclasses
 import json
 import pathlib

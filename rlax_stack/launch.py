@@ -4,6 +4,11 @@ Trains, or goes on where the same command was interrupted. Parts are built in or
 a mistake in the config, the data or the model's files is told before a device is touched.
 """
 
+from rlax_stack import huge_pages
+
+if __name__ == '__main__':  # before anything large is imported
+  huge_pages.restart_with_huge_pages()
+
 import contextlib
 import shlex
 from collections.abc import Sequence

@@ -6,7 +6,6 @@ from rlax_stack.config import RewardsSection, RunConfig, SourceSection
 from rlax_stack.data.factory import build_source
 from rlax_stack.data.source import PromptSource
 from rlax_stack.data.split import exclude
-from rlax_stack.errors import DataError
 from rlax_stack.rewards.chain import RewardChain, build_chain
 from rlax_stack.types import SamplingParams
 
@@ -35,13 +34,7 @@ def make_sources(config: RunConfig) -> tuple[PromptSource, PromptSource]:
   train, held_out = make_source(config.data.train), make_source(config.data.eval)
   if not config.data.exclude_eval:
     return train, held_out
-  kept = exclude(train, held_out)
-  if not len(kept):
-    raise DataError(
-      f'all {len(train)} training prompts are held out too. Take another source or a larger size for '
-      'config.data.train, or set config.data.exclude_eval=False.'
-    )
-  return kept, held_out
+  return exclude(train, held_out), held_out
 
 
 def make_chain(section: RewardsSection) -> RewardChain:

@@ -119,7 +119,7 @@ class TrainLoop:
     evaluated = self._due(self._config.eval.every_steps, step) and step < self._config.steps
     compiling_s = parts.compile_counter.since(mark).seconds
     self.account.train_seconds += max(0.0, time.monotonic() - start_s - compiling_s)
-    extra = {names.HELD_OUT: self._evaluate(write=False).accuracy} if evaluated else {}
+    extra = _evaluation_metrics(self._evaluate(write=False)) if evaluated else {}
     parts.coordinator.on_published(step)
     self._report(step, groups, trained | extra)
     if self._due(self._config.checkpoint.every_steps, step):

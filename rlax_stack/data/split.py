@@ -53,6 +53,6 @@ def exclude(source: PromptSource, held_out: Iterable[Prompt]) -> PromptSource:
   if not kept:
     raise DataError(
       f'all {len(source)} problems of {source.name} are held out, so none is left to train on. Hold out fewer '
-      '(config.data.eval.size), or train on a larger task or another seed.'
+      '(config.data.eval.size), train on a larger task or another seed, or set config.data.exclude_eval=False.'
     )
   return PromptSource(source.name, kept)

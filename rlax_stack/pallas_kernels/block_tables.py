@@ -78,18 +78,33 @@ def pair_list(kinds: jax.Array) -> PairList:
   """Compacts the pairs that are not EMPTY; one static capacity, a dynamic count.
 
   Args:
-    kinds: int8 [R, N, N] of `block_kinds` with equal block sizes; pairs above the diagonal are EMPTY.
+    kinds: int8 [R, Nq, Nkv] of `block_kinds` or `split_wide`.
 
   Returns:
-    PairList with capacity R N (N + 1) / 2.
+    PairList with capacity R Nq Nkv.
+  """
+  row, q_block, kv_block = np.indices(kinds.shape, dtype=np.int32).reshape(3, -1)
+  wanted = kinds.reshape(-1) != EMPTY
+  order = jnp.argsort(~wanted, stable=True)
+  rows_of, queries_of, keys_of = jnp.asarray(np.stack([row, q_block, kv_block]))[:, order]
+  return PairList(rows_of, queries_of, keys_of, wanted.sum(dtype=jnp.int32))
+
+
+def split_wide(kinds: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+  """Joins key blocks that a query block sees all of into wide ones, for larger and fewer products.
+
+  Args:
+    kinds: int8 [R, Nq, Nkv] of `block_kinds`.
+    width: key blocks in a wide one.
+
+  Returns:
+    Kinds of wide pairs, int8 [R, Nq, Nkv // width], EMPTY unless none of their blocks is; and `kinds` with the
+    blocks of the wide pairs EMPTY.
   """
   rows, q_blocks, kv_blocks = kinds.shape
-  if q_blocks != kv_blocks:
-    raise ValueError(f'pair_list needs equal block sizes, got {q_blocks} x {kv_blocks} blocks.')
-  row, q_block, kv_block = np.indices(kinds.shape, dtype=np.int32).reshape(3, -1)
-  below = kv_block <= q_block
-  pairs = np.stack([row[below], q_block[below], kv_block[below]])
-  wanted = kinds.reshape(-1)[np.flatnonzero(below)] != EMPTY
-  order = jnp.argsort(~wanted, stable=True)
-  rows_of, queries_of, keys_of = jnp.asarray(pairs)[:, order]
-  return PairList(rows_of, queries_of, keys_of, wanted.sum(dtype=jnp.int32))
+  whole = kv_blocks // width
+  parts = kinds[:, :, : whole * width].reshape(rows, q_blocks, whole, width)
+  wide = jnp.min(parts, axis=-1)  # FULL only where all are, EMPTY where one is
+  left = jnp.where(wide[..., None] != EMPTY, jnp.int8(EMPTY), parts)
+  left = left.reshape(rows, q_blocks, whole * width)
+  return wide, jnp.concatenate([left, kinds[:, :, whole * width :]], axis=-1)

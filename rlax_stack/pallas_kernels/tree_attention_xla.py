@@ -29,6 +29,7 @@ class _Spec(NamedTuple):
   """What is static: hashable, so custom_vjp can take it as a non-differentiable argument."""
 
   block: int
+  wide: int
   window: int | None
   scale: float
 
@@ -38,7 +39,8 @@ class _Tree(NamedTuple):
 
   positions: jax.Array  # int32 [R, T]
   subtree_end: jax.Array  # int32 [R, T]
-  pairs: block_tables.PairList
+  wide: block_tables.PairList  # key blocks of `wide` blocks
+  narrow: block_tables.PairList
 
 
 def tree_attention_xla(
@@ -51,6 +53,7 @@ def tree_attention_xla(
   window: int | None,
   scale: float,
   block: int = 64,
+  wide: int = 4,
 ) -> jax.Array:
   """Token i attends to token j iff j <= i < subtree_end[j] and positions[i] - positions[j] < window.
 
@@ -63,6 +66,7 @@ def tree_attention_xla(
     window: None for no limit.
     scale: multiplies the scores.
     block: tokens in a block; T is padded to a multiple of it.
+    wide: so many key blocks are taken at once where a query block sees all of them.
 
   Returns:
     [R, T, H, Dh] in the dtype of q.
@@ -78,13 +82,18 @@ def tree_attention_xla(
   kinds = block_tables.block_kinds(
     positions, subtree_end, block_q=block, block_kv=block, window=window
   )
-  tree = _Tree(positions, subtree_end, block_tables.pair_list(kinds))
+  joined, left = block_tables.split_wide(kinds, wide)
+  tree = _Tree(positions, subtree_end, block_tables.pair_list(joined), block_tables.pair_list(left))
   # The query heads that share a key head become rows of one matrix: [R, K, T * group, Dh].
   padded = tokens + pad
   folded = q.reshape(rows, padded, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
   folded = folded.reshape(rows, kv_heads, padded * group, head_dim)
   out = _attend(
-    _Spec(block, window, scale), folded, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), tree
+    _Spec(block, wide, window, scale),
+    folded,
+    k.transpose(0, 2, 1, 3),
+    v.transpose(0, 2, 1, 3),
+    tree,
   )
   out = out.reshape(rows, kv_heads, padded, group, head_dim).transpose(0, 2, 1, 3, 4)
   return out.reshape(rows, padded, heads, head_dim)[:, :tokens]
@@ -104,20 +113,35 @@ def _dot(equation, left, right):
   return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
 
 
-def _visible(tree, spec, row, q_block, kv_block, group):
-  """bool [block * group, block]: which keys of the block each folded query row sees."""
-  local = jnp.arange(spec.block, dtype=jnp.int32)
-  q_index, kv_index = q_block * spec.block + local, kv_block * spec.block + local
+def _visible(tree, spec, row, q_first, kv_first, keys, group):
+  """bool [block * group, keys]: which of the keys from kv_first on each folded query row sees."""
+  q_index = q_first + jnp.arange(spec.block, dtype=jnp.int32)
+  kv_index = kv_first + jnp.arange(keys, dtype=jnp.int32)
 
-  def block_of(values, which):
-    return lax.dynamic_slice(values, (row, which * spec.block), (1, spec.block))[0]
+  def some(values, first, size):
+    return lax.dynamic_slice(values, (row, first), (1, size))[0]
 
-  ends = block_of(tree.subtree_end, kv_block)
+  ends = some(tree.subtree_end, kv_first, keys)
   seen = (kv_index[None] <= q_index[:, None]) & (q_index[:, None] < ends[None])
   if spec.window is not None:
-    back = block_of(tree.positions, q_block)[:, None] - block_of(tree.positions, kv_block)[None]
+    depth = some(tree.positions, q_first, spec.block)
+    back = depth[:, None] - some(tree.positions, kv_first, keys)[None]
     seen = seen & (back < spec.window)
   return jnp.repeat(seen, group, axis=0)
+
+
+def _over_pairs(spec, tree, visit, state):
+  """Runs visit(state, row, first query, first key, number of keys) over both lists."""
+  for pairs, keys in ((tree.wide, spec.wide * spec.block), (tree.narrow, spec.block)):
+    if not pairs.row.size:
+      continue  # a row shorter than a wide block
+
+    def step(i, state, pairs=pairs, keys=keys):
+      row, q_block, kv_block = (x[i] for x in pairs[:3])
+      return visit(state, row, q_block * spec.block, kv_block * keys, keys)
+
+    state = lax.fori_loop(0, pairs.count, step, state)
+  return state
 
 
 def _forward(spec, q, k, v, tree):
@@ -125,20 +149,19 @@ def _forward(spec, q, k, v, tree):
   group = q.shape[2] // k.shape[2]
   size = spec.block * group
 
-  def visit(step, state):
+  def visit(state, row, q_first, kv_first, keys):
     top, total, acc = state
-    row, q_block, kv_block = (x[step] for x in tree.pairs[:3])
-    q_start, kv_start = q_block * size, kv_block * spec.block
+    q_start = q_first * group
     scores = spec.scale * _dot(
-      'kid,kjd->kij', _take(q, row, q_start, size), _take(k, row, kv_start, spec.block)
+      'kid,kjd->kij', _take(q, row, q_start, size), _take(k, row, kv_first, keys)
     )
-    seen = _visible(tree, spec, row, q_block, kv_block, group)
+    seen = _visible(tree, spec, row, q_first, kv_first, keys, group)
     scores = jnp.where(seen[None], scores, _HIDDEN)
     old_top = _take(top, row, q_start, size)
     new_top = jnp.maximum(old_top, scores.max(-1))
     weights = jnp.exp(scores - new_top[..., None])
     shrink = jnp.exp(old_top - new_top)
-    values = _dot('kij,kjd->kid', weights.astype(v.dtype), _take(v, row, kv_start, spec.block))
+    values = _dot('kij,kjd->kid', weights.astype(v.dtype), _take(v, row, kv_first, keys))
     new_total = shrink * _take(total, row, q_start, size) + weights.sum(-1)
     new_acc = shrink[..., None] * _take(acc, row, q_start, size) + values
     return (
@@ -149,7 +172,7 @@ def _forward(spec, q, k, v, tree):
 
   top = jnp.full(q.shape[:3], _LOWEST, jnp.float32)
   total, acc = jnp.zeros(q.shape[:3], jnp.float32), jnp.zeros(q.shape, jnp.float32)
-  top, total, acc = lax.fori_loop(0, tree.pairs.count, visit, (top, total, acc))
+  top, total, acc = _over_pairs(spec, tree, visit, (top, total, acc))
   total = jnp.where(total == 0, 1, total)  # a row that sees nobody gives 0
   return (acc / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
@@ -170,14 +193,13 @@ def _attend_bwd(spec, residuals, d_out):
   size = spec.block * group
   delta = _dot('rkid,rkid->rki', d_out, out)
 
-  def visit(step, state):
+  def visit(state, row, q_first, kv_first, keys):
     dq, dk, dv = state
-    row, q_block, kv_block = (x[step] for x in tree.pairs[:3])
-    q_start, kv_start = q_block * size, kv_block * spec.block
+    q_start = q_first * group
     q_here, do_here = (_take(x, row, q_start, size) for x in (q, d_out))
-    k_here, v_here = (_take(x, row, kv_start, spec.block) for x in (k, v))
+    k_here, v_here = (_take(x, row, kv_first, keys) for x in (k, v))
     scores = spec.scale * _dot('kid,kjd->kij', q_here, k_here)
-    seen = _visible(tree, spec, row, q_block, kv_block, group)
+    seen = _visible(tree, spec, row, q_first, kv_first, keys, group)
     weights = jnp.exp(scores - _take(lse, row, q_start, size)[..., None])
     weights = jnp.where(seen[None], weights, 0)
     d_weights = _dot('kid,kjd->kij', do_here, v_here)
@@ -188,12 +210,12 @@ def _attend_bwd(spec, residuals, d_out):
     dv_here = _dot('kij,kid->kjd', weights.astype(v.dtype), do_here)
     return (
       _put(dq, _take(dq, row, q_start, size) + dq_here, row, q_start),
-      _put(dk, _take(dk, row, kv_start, spec.block) + dk_here, row, kv_start),
-      _put(dv, _take(dv, row, kv_start, spec.block) + dv_here, row, kv_start),
+      _put(dk, _take(dk, row, kv_first, keys) + dk_here, row, kv_first),
+      _put(dv, _take(dv, row, kv_first, keys) + dv_here, row, kv_first),
     )
 
   zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-  dq, dk, dv = lax.fori_loop(0, tree.pairs.count, visit, zeros)
+  dq, dk, dv = _over_pairs(spec, tree, visit, zeros)
   return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 

@@ -52,7 +52,10 @@ class EngineConfig:
       if field.name != 'compute_dtype' and value < least:
         raise ConfigError(f'EngineConfig.{field.name} must be at least {least}, got {value}.')
     page = self.page_size or min(256, max(16, _power_of_two(self.max_prompt_tokens)))
-    block = self.suffix_block or min(32, _round_up(self.max_new_tokens, 8))
+    # Many rows: small blocks, because what a block reads beyond a row's own tokens is wasted bandwidth.
+    block = self.suffix_block or min(
+      _round_up(self.max_new_tokens, 8), max(16, min(64, 1024 // self.slots))
+    )
     per_prompt = -(-self.max_prompt_tokens // page)
     pages = self.prefix_pages or max(per_prompt, min(self.slots * per_prompt, 32768 // page))
     if pages < per_prompt:

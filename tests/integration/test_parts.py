@@ -1,6 +1,7 @@
 """The parts of a run, connected in this process: the numerics contract across engine and learner."""
 
 import dataclasses
+import json
 import threading
 
 import jax
@@ -129,8 +130,13 @@ def draw(scheduler, chain, model, prompt, group_id, count, sampling):
 
 
 @pytest.fixture(scope='module')
-def loop_run(config, model, tmp_path_factory):
-  return run_loop(config, model, tmp_path_factory.mktemp('loop'))
+def loop_folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('loop')
+
+
+@pytest.fixture(scope='module')
+def loop_run(config, model, loop_folder):
+  return run_loop(config, model, loop_folder)
 
 
 @pytest.mark.slow
@@ -144,6 +150,16 @@ def test_on_policy_through_the_fleet_equals_the_synchronous_loop(config, model, 
         np.testing.assert_array_equal(one.behaviour_log_probs_t, other.behaviour_log_probs_t)
         np.testing.assert_array_equal(one.version_t, other.version_t)
   jax.tree.map(np.testing.assert_array_equal, learner.params, want.params)
+
+
+@pytest.mark.slow
+def test_every_evaluation_writes_accuracy_and_pass_at_k(loop_run, loop_folder):
+  lines = map(json.loads, (loop_folder / 'metrics.jsonl').read_text().splitlines())
+  evaluations = [line for line in lines if 'held_out/accuracy' in line]
+  assert [line['step'] for line in evaluations] == [0, 2, STEPS]
+  for line in evaluations:
+    assert line['held_out/pass@1'] == pytest.approx(line['held_out/accuracy'])
+    assert line['held_out/response_length'] > 0
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from rlax_stack.errors import ConfigError
 from rlax_stack.models import decoder, rope, rotary
@@ -98,6 +99,17 @@ def test_hidden_states_match_float64_numpy(params, tokens):
   )
   want = np.stack([numpy_forward(params, np.asarray(row)) for row in tokens])
   np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_highest_precision_halves_the_rounding_of_a_product():
+  linear = decoder.Linear(1000, 8, bias=False, rngs=nnx.Rngs(0))
+  x = 1 + jax.random.normal(jax.random.key(1), (64, 1000))
+  exact = np.asarray(x, np.float64) @ np.asarray(linear.kernel[...], np.float64).T
+  error = {}
+  for precision in ('default', 'highest'):
+    with jax.default_matmul_precision(precision):
+      error[precision] = np.abs(np.asarray(linear(x), np.float64) - exact).mean()
+  assert 0 < error['highest'] < 0.7 * error['default'] < 1e-5
 
 
 def test_abstract_params_have_the_shapes_of_real_ones(params):

@@ -1,7 +1,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +32,7 @@ def test_kinds_of_a_shared_prompt():
   ]
   np.testing.assert_array_equal(kinds[0], want)
   pairs = block_tables.pair_list(kinds)
-  assert pairs.row.shape == (15,)
+  assert pairs.row.shape == (25,)
   assert int(pairs.count) == 9
   got = list(zip(pairs.q_block[:9].tolist(), pairs.kv_block[:9].tolist(), strict=True))
   assert got == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 3)]
@@ -65,6 +64,37 @@ def test_kinds_never_lie(data):
   assert every[kinds == FULL].all()
 
 
-def test_pair_list_needs_equal_blocks():
-  with pytest.raises(ValueError, match='equal block sizes'):
-    block_tables.pair_list(jnp.zeros((1, 2, 4), jnp.int8))
+def test_wide_blocks_join_what_is_seen_whole_and_leave_the_rest():
+  kinds = jnp.asarray(
+    [
+      [
+        [PARTIAL, EMPTY, EMPTY, EMPTY, EMPTY],
+        [FULL, PARTIAL, EMPTY, EMPTY, EMPTY],
+        [FULL, FULL, PARTIAL, EMPTY, EMPTY],
+        [FULL, FULL, EMPTY, PARTIAL, EMPTY],
+        [FULL, FULL, FULL, PARTIAL, PARTIAL],
+      ]
+    ],
+    jnp.int8,
+  )
+  wide, left = block_tables.split_wide(kinds, 2)
+  np.testing.assert_array_equal(
+    wide[0], [[EMPTY, EMPTY], [PARTIAL, EMPTY], [FULL, EMPTY], [FULL, EMPTY], [FULL, PARTIAL]]
+  )
+  np.testing.assert_array_equal(
+    left[0],
+    [
+      [PARTIAL, EMPTY, EMPTY, EMPTY, EMPTY],
+      [EMPTY, EMPTY, EMPTY, EMPTY, EMPTY],
+      [EMPTY, EMPTY, PARTIAL, EMPTY, EMPTY],
+      [EMPTY, EMPTY, EMPTY, PARTIAL, EMPTY],
+      [EMPTY, EMPTY, EMPTY, EMPTY, PARTIAL],
+    ],
+  )
+
+
+def test_a_row_shorter_than_a_wide_block_has_none():
+  kinds = jnp.full((2, 3, 3), FULL, jnp.int8)
+  wide, left = block_tables.split_wide(kinds, 4)
+  assert wide.shape == (2, 3, 0)
+  np.testing.assert_array_equal(left, kinds)

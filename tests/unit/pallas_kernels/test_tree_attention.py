@@ -69,6 +69,23 @@ def test_xla_equals_reference(heads, kv_heads):
   _assert_close(got, _value_and_grads(*inputs, implementation='reference'))
 
 
+@pytest.mark.parametrize('window', [None, 50])
+@pytest.mark.parametrize('wide', [2, 3])
+def test_wide_key_blocks_equal_reference(wide, window):
+  layouts = [_layout([(90, [(30, []), (50, [])])], 170), _layout([(100, []), (70, [])], 170)]
+  q, k, v, positions, ends, cotangent = _inputs(layouts)
+  static = {'window': window, 'scale': 0.25}
+
+  def both(kernel, **options):
+    out, pull = jax.vjp(lambda *x: kernel(*x, positions, ends, **static, **options), q, k, v)
+    return out, *pull(cotangent)
+
+  narrow = jax.jit(lambda: both(tree_attention_xla, block=8, wide=10**6))()
+  got = jax.jit(lambda: both(tree_attention_xla, block=8, wide=wide))()
+  _assert_close(got, narrow)
+  _assert_close(got, jax.jit(lambda: both(tree_attention_reference))())
+
+
 @pytest.mark.parametrize('window', [1, 20])
 def test_window_equals_reference(window):
   inputs = _inputs([_layout(THREE_LEVELS, 192), _layout([(180, [])], 192)])

@@ -18,7 +18,9 @@ def test_sizes_are_chosen_from_the_longest_prompt_and_sample():
   assert small.prompt_buckets == (64,)
   assert small.prefill_batches(64) == (4,)
   large = EngineConfig(slots=64, max_prompt_tokens=1024, max_new_tokens=64)
-  assert (large.page_size, large.suffix_block, large.prefix_pages) == (256, 32, 128)
+  assert (large.page_size, large.suffix_block, large.prefix_pages) == (256, 16, 128)
+  few = EngineConfig(slots=16, max_prompt_tokens=1024, max_new_tokens=500)
+  assert (few.suffix_block, few.suffix_blocks) == (64, 8)
   assert large.prompt_buckets == (256, 1024)
   assert large.prefill_batches(1024) == (1,)
 

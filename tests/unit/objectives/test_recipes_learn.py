@@ -109,6 +109,8 @@ def _make_step(objective):
     gradient, total = jax.grad(whole, has_aux=True)(logits)
     with jax.numpy_dtype_promotion('standard'):
       updates, opt_state = optimizer.update(gradient, opt_state)
+    if prepared.step_scale is not None:
+      updates = prepared.step_scale * updates
     found = metrics.finished(total)
     return logits + updates, opt_state, objective.update_state(state, found), found
 

@@ -1,7 +1,8 @@
-"""Geometric masking: sequences whose mean log-weight leaves the bounds are dropped, tokens are weighed.
+"""Geometric masking: sequences whose mean log-weight leaves the bounds are dropped.
 
 "When Speed Kills Stability", Liu et al., part 3 (https://richardli.xyz/rl-collapse-3).
-The bounds are wide, for stale samples; against the mismatch of engines alone verl takes 0.999 and 1.001.
+The bounds are wide, for stale samples; against the mismatch of engines alone verl takes 0.999 and
+1.001.
 Test: tests/unit/objectives/test_corrections.py::_geometric
 """
 

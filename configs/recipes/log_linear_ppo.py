@@ -1,6 +1,7 @@
 """Decoupled PPO without a proximal forward pass: the proximal policy is interpolated by staleness.
 
-"AReaL", Fu et al. (https://arxiv.org/abs/2505.24298), docs/en/algorithms/prox_approx.md of its repository.
+"AReaL", Fu et al. (https://arxiv.org/abs/2505.24298); docs/en/algorithms/prox_approx.md of its
+repository.
 Test: tests/unit/objectives/test_corrections.py::test_log_linear_proximal_policy
 """
 

@@ -1,4 +1,4 @@
-"""M2PO: no clip; the tokens with the largest log-ratios are dropped until their second moment is small.
+"""M2PO: no clip; the largest log-ratios are dropped until their second moment is small.
 
 "Prosperity before Collapse", Zheng et al. (https://arxiv.org/abs/2510.01161).
 Test: tests/unit/objectives/test_corrections.py::_m2po

@@ -1,4 +1,4 @@
-"""Sequence-level masked importance sampling: weighed by the whole sequence, dropped outside the bounds.
+"""Sequence MIS: weighed by the ratio of the whole sequence, dropped outside the bounds.
 
 "When Speed Kills Stability", Liu et al. (https://richardli.xyz/rl-collapse).
 Bounds of the preset decoupled_seq_is_rs of verl.

@@ -1,7 +1,8 @@
-"""TV filter: of sequences far from behaviour, tokens that an update would move further away are dropped.
+"""TV filter: far from behaviour, tokens that would move further away are dropped.
 
 "Align and Filter", Honari et al. (https://arxiv.org/abs/2603.01365).
-Only its filter, in the form of open-instruct; its realigned advantages need a critic. The value of delta is ours.
+Only its filter, in the form of open-instruct; its realigned advantages need a critic. The value of
+delta is ours.
 Test: tests/unit/objectives/test_corrections.py::_tv
 """
 

@@ -53,9 +53,31 @@ def mask_truncated(batch: RewardBatch) -> RewardBatch:
   return dataclasses.replace(batch, keep=batch.keep & ~batch.truncated)
 
 
+def kl_reward(batch: RewardBatch, *, coef: Annotated[float, Range(0.0)] = 0.05) -> RewardBatch:
+  """Takes the distance from the anchor from the reward, before any baseline.
+
+  Rᵢ −= β Σₜ (log πₜ − log π_anchor,ₜ),  π the current weights, over trained tokens
+
+  Divided by: nothing. Gradient flows through: nothing (numpy); with a policy gradient of the whole
+  sequence the loss has the gradient of R − β KL(π ‖ anchor).
+  See "Back to Basics", Ahmadian et al. (https://arxiv.org/abs/2402.14740). The default is
+  that of TRL's trainer for it.
+
+  Args:
+    batch: with scores of the current and of the starting weights.
+    coef: β.
+  """
+  pairs = zip(batch.log_probs_t or (), batch.anchor_log_probs_t or (), strict=True)
+  distance = [np.sum(now.astype(np.float64) - then.astype(np.float64)) for now, then in pairs]
+  return dataclasses.replace(batch, reward=batch.reward - coef * np.asarray(distance))
+
+
 TABLE = {
   'overlong_penalty': Box(
     overlong_penalty, formula='R −= {penalty:g}·overlong(L={max_tokens}, b={buffer_fraction:g}·L)'
   ),
   'mask_truncated': Box(mask_truncated, formula='m = 0 if truncated'),
+  'kl_reward': Box(
+    kl_reward, formula='R −= {coef:g}·Σ log π/π_anchor', tags=frozenset({'host_scores'})
+  ),
 }

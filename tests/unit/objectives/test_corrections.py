@@ -158,6 +158,9 @@ def test_self_normalised_weights_have_mean_one(whole_loss, make_inputs):
   inputs = make_inputs(seed=_SEED, drift=_DRIFT)
   got = whole_loss(resolve(corrections=('self_normalised_tis',)), inputs)
   assert float(metrics.finished(got)['correction_mean']) == pytest.approx(1.0, rel=1e-6)
+  held = clean(inputs)
+  mean = float(whole_batch.weight_mean(held, absolute_high=1.3).scalars['mean'])
+  assert mean == pytest.approx(np.minimum(_Batch(held).w, 1.3).mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize(('fraction', 'rule'), [(1.0, 'sqrt'), (0.9, 'linear'), (0.01, 'sqrt')])

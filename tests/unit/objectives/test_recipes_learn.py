@@ -129,7 +129,7 @@ def learn(objective, make_reward_batch, *, staleness, seed=0):
   for version in range(_STEPS):
     oldest = max(version - staleness, 0)
     samples = _sample(rng, history[oldest], target)
-    batch = make_reward_batch(samples.reward, group, samples.mask.sum(1))
+    batch = make_reward_batch(samples.reward, group, samples.mask.sum(1), tokens=samples.tokens)
     fields = _batch(samples, oldest, advantages_of(objective, batch))
     logits, opt_state, state, found = step(
       logits, opt_state, state, fields, np.int32(version), anchor

@@ -1,7 +1,6 @@
-"""Reward shaping: what is added to a verifier's reward, and what is left out of the loss.
+"""Answers that come near the limit or are cut off by it.
 
-Not for advantages. Invariant: a box changes `reward` or `keep` of a RewardBatch and nothing else,
-and lengths are in tokens.
+Not for length within the limit (`length.py`). Invariant: lengths are in sampled tokens.
 """
 
 import dataclasses
@@ -53,23 +52,20 @@ def mask_truncated(batch: RewardBatch) -> RewardBatch:
   return dataclasses.replace(batch, keep=batch.keep & ~batch.truncated)
 
 
-def kl_reward(batch: RewardBatch, *, coef: Annotated[float, Range(0.0)] = 0.05) -> RewardBatch:
-  """Takes the distance from the anchor from the reward, before any baseline.
+def truncated_reward(batch: RewardBatch, *, value: float = -0.2) -> RewardBatch:
+  """Gives answers that were cut off at max_tokens one reward, whatever the verifier said.
 
-  Rᵢ −= β Σₜ (log πₜ − log π_anchor,ₜ),  π the current weights, over trained tokens
+  Rᵢ = v where yᵢ was truncated
 
-  Divided by: nothing. Gradient flows through: nothing (numpy); with a policy gradient of the whole
-  sequence the loss has the gradient of R − β KL(π ‖ anchor).
-  See "Back to Basics", Ahmadian et al. (https://arxiv.org/abs/2402.14740). The default is
-  that of TRL's trainer for it.
+  Divided by: nothing. Gradient flows through: nothing (numpy).
+  See "AgentRL", Zhang et al. (https://arxiv.org/abs/2510.04206), which takes 0.2 from what ends
+  abnormally.
 
   Args:
-    batch: with scores of the current and of the starting weights.
-    coef: β.
+    batch: see RewardBatch.
+    value: v.
   """
-  pairs = zip(batch.log_probs_t or (), batch.anchor_log_probs_t or (), strict=True)
-  distance = [np.sum(now.astype(np.float64) - then.astype(np.float64)) for now, then in pairs]
-  return dataclasses.replace(batch, reward=batch.reward - coef * np.asarray(distance))
+  return dataclasses.replace(batch, reward=np.where(batch.truncated, value, batch.reward))
 
 
 TABLE = {
@@ -77,7 +73,5 @@ TABLE = {
     overlong_penalty, formula='R −= {penalty:g}·overlong(L={max_tokens}, b={buffer_fraction:g}·L)'
   ),
   'mask_truncated': Box(mask_truncated, formula='m = 0 if truncated'),
-  'kl_reward': Box(
-    kl_reward, formula='R −= {coef:g}·Σ log π/π_anchor', tags=frozenset({'host_scores'})
-  ),
+  'truncated_reward': Box(truncated_reward, formula='R = {value:g} if truncated'),
 }

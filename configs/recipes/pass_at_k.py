@@ -11,7 +11,7 @@ def get_config():
   """The base config with the boxes of Pass@k training."""
   config = base.get_config()
   config.name = 'pass_at_k'
-  config.objective.advantage = 'pass_at_k(k=4)'
+  config.objective.advantage = 'pass_at_k(k=2)'
   config.objective.trust_region = 'ppo_clip(delta_low=0.2, delta_high=0.28)'
   config.objective.aggregation = 'token_mean'
   return config

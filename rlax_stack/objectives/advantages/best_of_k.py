@@ -60,7 +60,7 @@ def pass_at_k(
 
   Args:
     batch: ragged groups of at least 2.
-    k: samples of which one has to be correct.
+    k: samples of which one has to be correct; well below the group's size, or all sets pass.
     correct_at: rewards of this much or more are correct.
 
   Returns: float64 [B].

@@ -28,7 +28,7 @@ def max_at_k_reward(batch: RewardBatch, *, k: Annotated[int, Range(1)] = 2) -> R
 
   Args:
     batch: see RewardBatch.
-    k: samples of which the best counts.
+    k: samples of which the best counts; with the group's size all rewards become equal.
   """
   out = np.empty(batch.reward.shape)
   for member in groups_of(batch):

@@ -59,9 +59,9 @@ def objective_problems(config: RunConfig) -> Iterator[str]:
 
 def _importance_ratio(config: RunConfig, objective: Objective) -> str:
   """What compares a policy with the one that sampled; empty where nothing does."""
-  weights = [bound.name for bound in objective.corrections if 'importance' in bound.box.tags]
-  if weights:
-    return f'config.objective.corrections={weights[0]}'
+  for slot, bound in objective.device_boxes.items():
+    if bound.box.tags & {'importance', 'behaviour'}:
+      return f'config.objective.{slot.partition("/")[0]}={bound.name}'
   if 'no_ratio' in objective.trust_region.box.tags:
     return ''
   if dict(objective.ratio.options).get('base') == 'behaviour':

@@ -88,7 +88,7 @@ def make_train_step(
       return out.loss, out
 
     total = _accumulate(part, state.params, num_micro)
-    return _apply(state, total, prepared.denominators, objective, transform, schedule)
+    return _apply(state, total, prepared, objective, transform, schedule)
 
   params = decoder.abstract_params(config)
   shapes = abstract_state(params, transform, mesh, objective.init_state)
@@ -114,7 +114,7 @@ def _accumulate(part: Callable, params: Any, num_micro: jax.Array) -> _Total:
   return jax.lax.fori_loop(0, num_micro, body, zeros)
 
 
-def _apply(state, total, denominators, objective, transform, schedule):
+def _apply(state, total, prepared, objective, transform, schedule):
   """Updates the state, or leaves all but the counters alone where something is not finite."""
   gradient, loss = total.gradient, total.parts.loss
   norm = optax.tree.norm(gradient)
@@ -123,6 +123,9 @@ def _apply(state, total, denominators, objective, transform, schedule):
   with jax.numpy_dtype_promotion('standard'):
     updates, opt_state = transform.update(gradient, state.opt_state, state.params)
     learning_rate = schedule(updates_applied(state))
+  scale = prepared.step_scale
+  if scale is not None:
+    updates = jax.tree.map(lambda x: scale * x, updates)
   params = optax.apply_updates(state.params, updates)
   measured = finished(total.parts)
   carried = objective.update_state(state.objective, measured | {'loss': loss})
@@ -142,12 +145,16 @@ def _apply(state, total, denominators, objective, transform, schedule):
     skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
     objective=carried,
   )
-  metrics = measured | {
-    'loss': loss,
-    'grad_norm': norm,
-    'learning_rate': learning_rate,
-    'trained_tokens': denominators.tokens,
-    'skipped': new_state.skipped,
-    'skipped_in_row': new_state.skipped_in_row,
-  }
+  metrics = (
+    measured
+    | {
+      'loss': loss,
+      'grad_norm': norm,
+      'learning_rate': learning_rate,
+      'trained_tokens': prepared.denominators.tokens,
+      'skipped': new_state.skipped,
+      'skipped_in_row': new_state.skipped_in_row,
+    }
+    | ({} if scale is None else {'step_scale': scale})
+  )
   return new_state, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)

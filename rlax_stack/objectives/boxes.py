@@ -28,6 +28,7 @@ TAGS = {
   'entropy_gradient': 'differentiates entropy_t',
   'host_scores': 'reads log_probs_t and anchor_log_probs_t of the RewardBatch',
   'importance': 'weighs by proximal / behaviour',
+  'behaviour': 'compares with the sampling policy, but does not weigh by it',
   'token_mask': 'keeps or drops single tokens by their own ratio',
   'pooled': 'a ratio of more tokens than one',
   'no_ratio': 'a loss that reads no ratio',
@@ -49,7 +50,8 @@ class Box:
   formula: one fragment of a formula; `{option}` stands for an option's value.
   tags: what the box needs or does, names of TAGS.
   batch_statistics: (LossInputs of [M, rows, N] arrays) -> Statistics, before the micro-batches.
-  token_advantages: for advantages: (LossInputs of [M, rows, N] arrays) -> adv_t, before all others.
+  proximal: for ratios: (LossInputs) -> proximal_log_probs_t, before all others.
+  token_advantages: for advantages: (LossInputs of [M, rows, N] arrays) -> adv_t, before the statistics.
   init_state: () -> pytree of float32 arrays that lives from step to step and in checkpoints.
   update_state: (state, metrics: dict of float32 scalars) -> state, after every applied update.
   """
@@ -59,6 +61,7 @@ class Box:
   formula: str
   tags: frozenset[str] = frozenset()
   batch_statistics: Callable[..., Any] | None = None
+  proximal: Callable[..., Any] | None = None
   token_advantages: Callable[..., Any] | None = None
   init_state: Callable[..., Any] | None = None
   update_state: Callable[..., Any] | None = None
@@ -66,7 +69,8 @@ class Box:
   @property
   def parts(self) -> tuple[Callable[..., Any], ...]:
     """The function and the hooks that there are."""
-    hooks = (self.batch_statistics, self.token_advantages, self.init_state, self.update_state)
+    hooks = (self.proximal, self.token_advantages, self.batch_statistics)
+    hooks += (self.init_state, self.update_state)
     return (self.function, *(hook for hook in hooks if hook is not None))
 
 

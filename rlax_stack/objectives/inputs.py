@@ -65,10 +65,14 @@ class Penalty(NamedTuple):
 
 
 class Statistics(NamedTuple):
-  """What `batch_statistics` gives: arrays per token, cut with the micro-batches, and scalars."""
+  """What `batch_statistics` gives: arrays per token, cut with the micro-batches, and scalars.
+
+  `step_scale` is a float32 factor of the optimizer's update, as a learning rate is.
+  """
 
   tokens: Mapping[str, jax.Array] = {}  # [M, rows, N]
   scalars: Mapping[str, jax.Array] = {}
+  step_scale: jax.Array | None = None
 
 
 class Denominators(NamedTuple):

@@ -4,6 +4,7 @@ Not for the forward pass or the optimizer. Invariant: `policy_loss` added over t
 each with what `prepare` gave for the whole of it, is the loss of the batch.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ class Prepared(NamedTuple):
   tokens: dict[str, Any]  # [M, rows, N] arrays: weight_t, adv_t, statistics by slot
   scalars: dict[str, Any]  # statistics by slot
   denominators: Denominators
+  step_scale: jax.Array | None = None  # factor of the optimizer's update; None: 1
 
 
 def prepare(objective: Objective, inputs: LossInputs, state: dict[str, Any]) -> Prepared:
@@ -45,7 +47,7 @@ def prepare(objective: Objective, inputs: LossInputs, state: dict[str, Any]) -> 
   Returns: Prepared; nothing in it carries a gradient.
   """
   weights = objective.aggregation(inputs.mask_t, inputs.trajectory_t, inputs.group_t)
-  inputs = clean(inputs._replace(weight_t=weights.weight_t))
+  inputs = _with_proximal(objective, clean(inputs._replace(weight_t=weights.weight_t)))
   bound = objective.advantage
   if bound.box.token_advantages is not None:
     adv_t = bound.call(bound.box.token_advantages, inputs, state=state.get('advantage'))
@@ -61,7 +63,9 @@ def prepare(objective: Objective, inputs: LossInputs, state: dict[str, Any]) -> 
   }
   scalars = {slot: dict(s.scalars) for slot, s in found.items()}
   trained = jnp.sum(inputs.mask_t.astype(jnp.float32))
-  prepared = Prepared(tokens, scalars, Denominators(weights.denominator, trained))
+  scales = [s.step_scale for s in found.values() if s.step_scale is not None]
+  scale = math.prod(scales[1:], start=scales[0]) if scales else None
+  prepared = Prepared(tokens, scalars, Denominators(weights.denominator, trained), scale)
   return jax.lax.stop_gradient(prepared)
 
 
@@ -87,6 +91,7 @@ def policy_loss(
   """
   tokens = prepared.tokens
   inputs = clean(inputs._replace(weight_t=tokens['weight_t'], adv_t=tokens['adv_t']))
+  inputs = _with_proximal(objective, inputs)
   if 'entropy_gradient' not in objective.tags:
     inputs = inputs._replace(entropy_t=jax.lax.stop_gradient(inputs.entropy_t))
 
@@ -114,6 +119,15 @@ def policy_loss(
   parts = metrics.loss_metrics(inputs, ratio, trust, correction)
   held = jax.lax.stop_gradient(parts._replace(means=parts.means | means))
   return held._replace(loss=loss)
+
+
+def _with_proximal(objective: Objective, inputs: LossInputs) -> LossInputs:
+  """Takes the proximal log-probs from the ratio box, where it has its own."""
+  bound = objective.ratio
+  if bound.box.proximal is None:
+    return inputs
+  proximal = jax.lax.stop_gradient(bound.call(bound.box.proximal, inputs))
+  return inputs._replace(proximal_log_probs_t=jnp.where(inputs.mask_t, proximal, 0.0))
 
 
 def _extras(slot: str, prepared: Prepared, state: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Not for computing: `advantages_of` (host.py) and `policy_loss` (loss.py) do that
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -95,8 +96,10 @@ class Objective:
     mean = self.aggregation.box.formula.format(loss=loss, **dict(self.aggregation.options))
     terms = ' '.join([f'L = {mean}', *(bound.formula for bound in self.regularisers)])
     symbols = [] if 'no_ratio' in self.trust_region.box.tags else [self.ratio.formula]
-    if self.tags & {'importance'}:
+    if re.search(r'\bw\b', terms):
       symbols.append('w = π_proximal/π_behaviour')
+    if re.search(r'\bu\b', terms):
+      symbols.append('u = π/π_behaviour')
     symbols += [self.advantage.formula, *(bound.formula for bound in self.shaping)]
     return f'{terms};  {",  ".join(symbols)}'
 

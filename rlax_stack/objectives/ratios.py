@@ -14,7 +14,7 @@ from rlax_stack.objectives import segments
 from rlax_stack.objectives.boxes import Box
 from rlax_stack.objectives.inputs import LossInputs
 
-Base = Literal['proximal', 'behaviour']
+Base = Literal['proximal', 'behaviour', 'log_linear']
 
 # exp of it is finite in float32 and so are its products; beyond it the gradient is 0.
 MAX_LOG_RATIO = 20.0
@@ -63,7 +63,8 @@ def token(inputs: LossInputs, *, base: Base = 'proximal') -> Ratio:
 
   Args:
     inputs: [rows, N].
-    base: 'proximal' or 'behaviour'.
+    base: 'proximal', 'behaviour', or 'log_linear' for a proximal policy between behaviour and
+      current; see `interpolated`.
   """
   log_token = _log_token(inputs, base)
   return Ratio(log_token, log_token, lambda value_t: value_t)
@@ -136,16 +137,42 @@ def turn(inputs: LossInputs, *, base: Base = 'proximal') -> Ratio:
   return Ratio(log_token, pool(log_token), pool)
 
 
-def _log_token(inputs: LossInputs, base: str) -> jax.Array:
-  bases = {'proximal': inputs.proximal_log_probs_t, 'behaviour': inputs.behaviour_log_probs_t}
-  return log_ratio(inputs.log_probs_t, bases[base], inputs.mask_t)
+def interpolated(inputs: LossInputs, *, base: Base = 'proximal') -> jax.Array:
+  """Proximal log-probs; with base 'log_linear' those of one version ago, without a forward pass.
+
+  log π_proximal,ₜ = log π_behaviour,ₜ + α (log πₜ − log π_behaviour,ₜ),  α = max(d − 1, 0) / d
+
+  d is the token's staleness in versions; at d ≤ 1 the proximal policy is the behaviour policy.
+  Divided by: nothing. Gradient flows through: nothing (π is held).
+  See the approximation of the proximal policy in AReaL (https://github.com/inclusionAI/AReaL,
+  docs/en/algorithms/prox_approx.md), which runs one version behind the current weights.
+
+  Args:
+    inputs: [rows, N].
+    base: see `token`; the others leave the proximal policy as it is.
+  """
+  if base != 'log_linear':
+    return inputs.proximal_log_probs_t
+  gap = jnp.maximum(inputs.staleness_t, 1).astype(jnp.float32)
+  current, behaviour = jax.lax.stop_gradient(inputs.log_probs_t), inputs.behaviour_log_probs_t
+  return behaviour + (gap - 1.0) / gap * (current - behaviour)
+
+
+def _log_token(inputs: LossInputs, base: Base) -> jax.Array:
+  behaviour = base == 'behaviour'
+  log_probs = inputs.behaviour_log_probs_t if behaviour else inputs.proximal_log_probs_t
+  return log_ratio(inputs.log_probs_t, log_probs, inputs.mask_t)
 
 
 _POOLED = frozenset({'pooled'})
 
 TABLE = {
-  'token': Box(token, formula='ρ = π/π_{base}'),
-  'sequence': Box(sequence, formula='ρ = (Π π/π_{base})^(1/n)', tags=_POOLED),
-  'geometric_mean': Box(geometric_mean, formula='ρ = (Π π/π_{base})^(1/n)', tags=_POOLED),
-  'turn': Box(turn, formula='ρ = (Π_turn π/π_{base})^(1/n)', tags=_POOLED),
+  'token': Box(token, formula='ρ = π/π_{base}', proximal=interpolated),
+  'sequence': Box(
+    sequence, formula='ρ = (Π π/π_{base})^(1/n)', tags=_POOLED, proximal=interpolated
+  ),
+  'geometric_mean': Box(
+    geometric_mean, formula='ρ = (Π π/π_{base})^(1/n)', tags=_POOLED, proximal=interpolated
+  ),
+  'turn': Box(turn, formula='ρ = (Π_turn π/π_{base})^(1/n)', tags=_POOLED, proximal=interpolated),
 }

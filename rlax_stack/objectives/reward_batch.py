@@ -81,6 +81,27 @@ def turns(trajectory: Trajectory) -> np.ndarray:
   return turn[np.asarray(trajectory.mask_t)]
 
 
+def groups_of(batch: RewardBatch) -> list[np.ndarray]:
+  """Indices of the trajectories of each group, in the order of the groups."""
+  return [np.flatnonzero(batch.group == group) for group in np.unique(batch.group)]
+
+
+def compared_groups(batch: RewardBatch) -> list[np.ndarray]:
+  """`groups_of` for estimators that compare the samples of a group.
+
+  Raises:
+    ConfigError: a group of fewer than two samples: no baseline can be made from one.
+  """
+  groups = groups_of(batch)
+  smallest = min((member.size for member in groups), default=2)
+  if smallest < 2:
+    raise ConfigError(
+      f'a group estimator needs at least 2 samples per group, got {smallest}. '
+      'Raise the group size, or drop groups that lost their samples.'
+    )
+  return groups
+
+
 def by_group(batch: RewardBatch, estimate: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
   """`estimate(rewards of one group)` for every group, float64 [B].
 
@@ -88,17 +109,16 @@ def by_group(batch: RewardBatch, estimate: Callable[[np.ndarray], np.ndarray]) -
   numbers may differ from them in the last bit.
 
   Raises:
-    ConfigError: a group of fewer than two samples: no baseline can be made from one.
+    ConfigError: see `compared_groups`.
   """
+  return by_member(batch, lambda member: estimate(batch.reward[member]))
+
+
+def by_member(batch: RewardBatch, estimate: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+  """`by_group` for estimators that need more than rewards: `estimate(indices of one group)`."""
   out = np.zeros(batch.reward.shape, np.float64)
-  for group in np.unique(batch.group):
-    member = batch.group == group
+  for member in compared_groups(batch):
     rewards = batch.reward[member]
-    if rewards.size < 2:
-      raise ConfigError(
-        f'a group estimator needs at least 2 samples per group, got {rewards.size}. '
-        'Raise the group size, or drop groups that lost their samples.'
-      )
     if not (rewards == rewards[0]).all():
-      out[member] = estimate(rewards)
+      out[member] = estimate(member)
   return out

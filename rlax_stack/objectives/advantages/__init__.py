@@ -4,6 +4,22 @@ A box: (RewardBatch, *, options) -> float [B], or a tuple with one float array p
 one value per trained token. Numpy, on the host.
 """
 
-from rlax_stack.objectives.advantages import batch_std, group
+from rlax_stack.objectives.advantages import (
+  batch_std,
+  best_of_k,
+  branches,
+  flat_groups,
+  group,
+  token_std,
+  weighted,
+)
 
-TABLE = group.TABLE | batch_std.TABLE
+TABLE = (
+  group.TABLE
+  | batch_std.TABLE
+  | token_std.TABLE
+  | weighted.TABLE
+  | best_of_k.TABLE
+  | flat_groups.TABLE
+  | branches.TABLE
+)

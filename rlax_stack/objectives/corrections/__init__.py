@@ -5,6 +5,6 @@ A box: (LossInputs, *, options) -> Correction. Several multiply, in the order gi
 flows through any of them, and what they drop stays in the denominators.
 """
 
-from rlax_stack.objectives.corrections import importance
+from rlax_stack.objectives.corrections import importance, masks, whole_batch
 
-TABLE = importance.TABLE
+TABLE = importance.TABLE | masks.TABLE | whole_batch.TABLE

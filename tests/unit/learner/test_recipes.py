@@ -14,6 +14,7 @@ from rlax_stack.learner.packing import RowShape
 from rlax_stack.learner.row_plan import RowPlan
 from rlax_stack.models import decoder
 from rlax_stack.objective_rules import resolve_objective
+from rlax_stack.types import Reward
 
 _ROOT = pathlib.Path(__file__).parents[3]
 RECIPES = sorted(p.stem for p in (_ROOT / 'configs' / 'recipes').glob('*.py') if p.stem[0] != '_')
@@ -36,12 +37,18 @@ def make_small(tiny, make_learner):
 
 @pytest.fixture(scope='module')
 def groups(make_groups):
+  """Two groups, of rewards 0 and 1/2, and 0, 1/3 and 2/3."""
   groups = make_groups(sizes=(2, 3), prompt_lengths=(3, 2))
+
+  def small(trajectory, size):
+    reward = Reward(value=trajectory.reward.value / size)
+    return dataclasses.replace(trajectory, tokens=trajectory.tokens % 32, reward=reward)
+
   return [
     dataclasses.replace(
       group,
       prompt_tokens=group.prompt_tokens % 32,
-      trajectories=tuple(dataclasses.replace(t, tokens=t.tokens % 32) for t in group.trajectories),
+      trajectories=tuple(small(t, len(group.trajectories)) for t in group.trajectories),
     )
     for group in groups
   ]

@@ -8,6 +8,7 @@ import pytest
 from rlax_stack.objectives import loss
 from rlax_stack.objectives.inputs import LossInputs, added
 from rlax_stack.objectives.reward_batch import RewardBatch
+from rlax_stack.types import FinishReason, Reward, Trajectory
 
 
 def _whole_loss(objective, inputs, state=None):
@@ -57,9 +58,33 @@ def _inputs(seed=0, masked=0.0, drift=0.15):
   )
 
 
-def _reward_batch(rewards, group, length=None, truncated=None):
+def _trajectory(tokens, reward, prompt=7):
+  """One turn after a prompt of one token; the log-prob of a token depends on its id alone."""
+  tokens = np.concatenate([[prompt], np.asarray(tokens)]).astype(np.int32)
+  sampled = np.arange(len(tokens)) > 0
+  log_probs = np.where(sampled, -0.2 - 0.1 * (tokens % 7), 0.0).astype(np.float32)
+  return Trajectory(
+    group_id=0,
+    sample_index=0,
+    prompt_id='p',
+    tokens=tokens,
+    source_t=sampled.astype(np.int8),
+    mask_t=sampled,
+    behaviour_log_probs_t=log_probs,
+    raw_log_probs_t=log_probs,
+    version_t=np.where(sampled, 0, -1).astype(np.int32),
+    finish_reason=FinishReason.STOP,
+    reward=Reward(value=float(reward)),
+  )
+
+
+def _reward_batch(rewards, group, length=None, truncated=None, tokens=None, metadata=None):
   size = len(rewards)
   length = np.full(size, 3) if length is None else np.asarray(length)
+  if tokens is None:  # of the reward and the place: equal answers have equal rewards
+    tokens = [
+      (np.arange(n) * int(1 + 4 * abs(r))) % 5 for n, r in zip(length, rewards, strict=True)
+    ]
   return RewardBatch(
     reward=np.asarray(rewards, np.float64),
     group=np.asarray(group),
@@ -69,7 +94,10 @@ def _reward_batch(rewards, group, length=None, truncated=None):
     keep=np.ones(size, bool),
     turn_t=tuple(np.zeros(n, np.int32) for n in length),
     version_t=tuple(np.zeros(n, np.int32) for n in length),
-    metadata=({},) * size,
+    trajectories=tuple(
+      _trajectory(t[:n], r) for t, n, r in zip(tokens, length, rewards, strict=True)
+    ),
+    metadata=({},) * size if metadata is None else tuple(metadata),
     log_probs_t=tuple(np.full(n, -0.7, np.float32) for n in length),
     anchor_log_probs_t=tuple(np.full(n, -1.0, np.float32) for n in length),
   )
@@ -89,5 +117,5 @@ def make_inputs():
 
 @pytest.fixture(scope='session')
 def make_reward_batch():
-  """Function (rewards, group, length, truncated) -> RewardBatch."""
+  """Function (rewards, group, length, truncated, tokens, metadata) -> RewardBatch."""
   return _reward_batch

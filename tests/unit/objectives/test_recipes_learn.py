@@ -109,6 +109,8 @@ def _make_step(objective):
     gradient, total = jax.grad(whole, has_aux=True)(logits)
     with jax.numpy_dtype_promotion('standard'):
       updates, opt_state = optimizer.update(gradient, opt_state)
+    if prepared.step_scale is not None:
+      updates = prepared.step_scale * updates
     found = metrics.finished(total)
     return logits + updates, opt_state, objective.update_state(state, found), found
 
@@ -127,7 +129,7 @@ def learn(objective, make_reward_batch, *, staleness, seed=0):
   for version in range(_STEPS):
     oldest = max(version - staleness, 0)
     samples = _sample(rng, history[oldest], target)
-    batch = make_reward_batch(samples.reward, group, samples.mask.sum(1))
+    batch = make_reward_batch(samples.reward, group, samples.mask.sum(1), tokens=samples.tokens)
     fields = _batch(samples, oldest, advantages_of(objective, batch))
     logits, opt_state, state, found = step(
       logits, opt_state, state, fields, np.int32(version), anchor

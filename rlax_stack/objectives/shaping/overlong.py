@@ -1,7 +1,6 @@
-"""Reward shaping: what is added to a verifier's reward, and what is left out of the loss.
+"""Answers that come near the limit or are cut off by it.
 
-Not for advantages. Invariant: a box changes `reward` or `keep` of a RewardBatch and nothing else,
-and lengths are in tokens.
+Not for length within the limit (`length.py`). Invariant: lengths are in sampled tokens.
 """
 
 import dataclasses
@@ -53,9 +52,26 @@ def mask_truncated(batch: RewardBatch) -> RewardBatch:
   return dataclasses.replace(batch, keep=batch.keep & ~batch.truncated)
 
 
+def truncated_reward(batch: RewardBatch, *, value: float = -0.2) -> RewardBatch:
+  """Gives answers that were cut off at max_tokens one reward, whatever the verifier said.
+
+  Rᵢ = v where yᵢ was truncated
+
+  Divided by: nothing. Gradient flows through: nothing (numpy).
+  See "AgentRL", Zhang et al. (https://arxiv.org/abs/2510.04206), which takes 0.2 from what ends
+  abnormally.
+
+  Args:
+    batch: see RewardBatch.
+    value: v.
+  """
+  return dataclasses.replace(batch, reward=np.where(batch.truncated, value, batch.reward))
+
+
 TABLE = {
   'overlong_penalty': Box(
     overlong_penalty, formula='R −= {penalty:g}·overlong(L={max_tokens}, b={buffer_fraction:g}·L)'
   ),
   'mask_truncated': Box(mask_truncated, formula='m = 0 if truncated'),
+  'truncated_reward': Box(truncated_reward, formula='R = {value:g} if truncated'),
 }

@@ -1,0 +1,18 @@
+"""PSR: positive sample reinforcement, only right answers are trained on.
+
+"The Surprising Effectiveness of Negative Reinforcement in LLM Reasoning", Zhu et al.
+(https://arxiv.org/abs/2506.01347).
+Test: tests/unit/objectives/test_group_estimators.py::signed
+"""
+
+from configs import base
+
+
+def get_config():
+  """The base config with the boxes of PSR."""
+  config = base.get_config()
+  config.name = 'psr'
+  config.objective.advantage = 'signed(positive=1.0, negative=0.0)'
+  config.objective.trust_region = 'ppo_clip(delta_low=0.2, delta_high=0.2)'
+  config.objective.aggregation = 'token_mean'
+  return config

@@ -1,0 +1,122 @@
+"""Advantages that differ within a trajectory: where its group branches, and by turn.
+
+Not for process rewards. Invariant: the samples of a group share a prefix exactly as far as their
+tokens agree, whoever wrote them.
+"""
+
+from typing import Annotated
+
+import numpy as np
+
+from rlax_stack.objectives.boxes import Box, Range
+from rlax_stack.objectives.reward_batch import RewardBatch, TokenValues, compared_groups
+
+
+def prefix_tree(
+  batch: RewardBatch,
+  *,
+  ddof: Annotated[int, Range(0, 1)] = 1,
+  eps: Annotated[float, Range(0)] = 1e-6,
+) -> TokenValues:
+  """The advantage of GRPO plus, at tokens where the group branches, what the branch is worth (TEMPO).
+
+  Aᵢₜ = (Rᵢ − μ_g + V(sₜ₊₁) − V(sₜ)) / (s_g + ε)
+
+  sₜ the tokens before t, V the mean reward of the group's samples that begin with them: the
+  difference is 0 wherever all of these go on alike. Divided by: the group's own standard deviation.
+  Gradient flows through: nothing (numpy).
+  See "Exploiting Tree Structure for Credit Assignment in RL Training of LLMs", Tran et al.
+  (https://arxiv.org/abs/2509.18314).
+
+  Args:
+    batch: ragged groups of at least 2, with trajectories.
+    ddof: 1 for the sample's standard deviation, 0 for the population's.
+    eps: added to the standard deviation.
+
+  Returns: float64, one array per trajectory.
+  """
+  out = [np.zeros(n) for n in batch.length]
+  for member in compared_groups(batch):
+    rewards = batch.reward[member]
+    if (rewards == rewards[0]).all():
+      continue
+    scale = rewards.std(ddof=ddof) + eps
+    for index, steps in zip(member, _branch_steps(batch, member), strict=True):
+      trained = np.asarray(batch.trajectories[index].mask_t)
+      out[index] = (batch.reward[index] - rewards.mean() + steps[trained]) / scale
+  return tuple(out)
+
+
+def _branch_steps(batch: RewardBatch, member: np.ndarray) -> list[np.ndarray]:
+  """V(after) − V(before) at every token of the group's trajectories, prompts included."""
+  tokens = [np.asarray(batch.trajectories[index].tokens) for index in member]
+  rewards = batch.reward[member]
+  steps = [np.zeros(len(t)) for t in tokens]
+  pending = [(list(range(len(member))), 0)]  # who agrees so far, and how far
+  while pending:
+    agreeing, depth = pending.pop()
+    depth += _agreement([tokens[i][depth:] for i in agreeing])
+    branches: dict[int, list[int]] = {}
+    for i in agreeing:
+      if depth < len(tokens[i]):
+        branches.setdefault(int(tokens[i][depth]), []).append(i)
+    for branch in branches.values():
+      for i in branch:
+        steps[i][depth] = rewards[branch].mean() - rewards[agreeing].mean()
+      if len(branch) > 1:
+        pending.append((branch, depth + 1))
+  return steps
+
+
+def _agreement(tokens: list[np.ndarray]) -> int:
+  """How many tokens all of them begin with."""
+  shortest = min(len(t) for t in tokens)
+  together = np.stack([t[:shortest] for t in tokens])
+  differs = (together != together[0]).any(axis=0)
+  return int(differs.argmax()) if differs.any() else shortest
+
+
+def turn_std(
+  batch: RewardBatch,
+  *,
+  ddof: Annotated[int, Range(0, 1)] = 1,
+  eps: Annotated[float, Range(0)] = 1e-6,
+) -> TokenValues:
+  """The advantage of GRPO with a group for every turn: those samples that have this turn.
+
+  Aᵢₜ = (Rᵢ − μ_{g,k}) / (s_{g,k} + ε),  k the turn of token t; 0 where no other sample has turn k
+
+  The grouping of AT-GRPO for one agent, with the reward of the whole trajectory at each of its
+  turns; its tree of samples and rewards per turn are not here. Divided by: the standard deviation of
+  the samples that have the turn. Gradient flows through: nothing (numpy).
+  See "Stronger-MAS", Zhao et al. (https://arxiv.org/abs/2510.11062).
+
+  Args:
+    batch: ragged groups of at least 2.
+    ddof: 1 for the sample's standard deviation, 0 for the population's.
+    eps: added to the standard deviation.
+
+  Returns: float64, one array per trajectory.
+  """
+  out = [np.zeros(n) for n in batch.length]
+  for member in compared_groups(batch):
+    last = max((int(batch.turn_t[i].max(initial=-1)) for i in member), default=-1)
+    for turn in range(last + 1):
+      having = [i for i in member if (batch.turn_t[i] == turn).any()]
+      rewards = batch.reward[having]
+      if len(having) < 2 or (rewards == rewards[0]).all():
+        continue
+      adv = (rewards - rewards.mean()) / (rewards.std(ddof=ddof) + eps)
+      for i, value in zip(having, adv, strict=True):
+        out[i][batch.turn_t[i] == turn] = value
+  return tuple(out)
+
+
+_GROUP = frozenset({'group'})
+
+TABLE = {
+  'prefix_tree': Box(
+    prefix_tree, formula="A = (R − μ_g + V(s') − V(s))/(s_g + {eps:g})", tags=_GROUP
+  ),
+  'turn_std': Box(turn_std, formula='A = (R − μ)/(s + {eps:g}) of group and turn', tags=_GROUP),
+}

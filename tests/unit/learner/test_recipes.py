@@ -17,7 +17,10 @@ from rlax_stack.objective_rules import resolve_objective
 from rlax_stack.types import Reward
 
 _ROOT = pathlib.Path(__file__).parents[3]
-RECIPES = sorted(p.stem for p in (_ROOT / 'configs' / 'recipes').glob('*.py') if p.stem[0] != '_')
+_NAMES = sorted(p.stem for p in (_ROOT / 'configs' / 'recipes').glob('*.py') if p.stem[0] != '_')
+# Each recipe compiles a program of its own: a few stand for all in the quick tier.
+_QUICK = ('dapo', 'grpo', 'gspo')
+RECIPES = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in _NAMES]
 
 
 @pytest.fixture(scope='module')

@@ -24,7 +24,10 @@ from rlax_stack.pallas_kernels.fused_log_prob import FusedLogProb
 from rlax_stack.types import PackedBatch
 
 _ROOT = pathlib.Path(__file__).parents[3]
-RECIPES = sorted(p.stem for p in (_ROOT / 'configs' / 'recipes').glob('*.py') if p.stem[0] != '_')
+_NAMES = sorted(p.stem for p in (_ROOT / 'configs' / 'recipes').glob('*.py') if p.stem[0] != '_')
+# Each recipe compiles a program of its own: a few stand for all in the quick tier.
+_QUICK = ('dapo', 'grpo', 'gspo')
+RECIPES = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in _NAMES]
 _PROMPTS, _SAMPLES, _LENGTH, _WORDS, _STEPS = 4, 8, 4, 5, 30
 
 

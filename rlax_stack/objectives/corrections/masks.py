@@ -15,7 +15,8 @@ from rlax_stack.objectives.corrections.importance import log_weight
 from rlax_stack.objectives.inputs import Correction, LossInputs, Statistics
 
 Over = Literal['trajectory', 'turn']
-Low, High = Annotated[float, Range(0.0, 1.0)], Annotated[float, Range(1.0)]
+Low = Annotated[float, Range(0.0, 1.0)]
+High = Annotated[float, Range(1.0)]
 
 
 def geometric_mask(

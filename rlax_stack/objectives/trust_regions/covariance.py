@@ -78,7 +78,9 @@ def kl_cov(
     fraction: f.
   """
   chosen = statistics.tokens['chosen']
-  pull = jnp.where(chosen, coef * jnp.abs(ratio.log_token_t), 0.0)
+  # Not `abs`, whose gradient at 0 is 1: on policy nothing pulls.
+  sign = jax.lax.stop_gradient(jnp.sign(ratio.log_token_t))
+  pull = jnp.where(chosen, coef * sign * ratio.log_token_t, 0.0)
   nowhere = jnp.zeros_like(chosen)
   loss = -ratio.ratio_t * inputs.adv_t + pull
   return TokenLoss(loss, nowhere, nowhere, {'covariance_chosen': chosen})

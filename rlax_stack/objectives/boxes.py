@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rlax_stack.errors import ConfigError
 
 # Handed to a function or hook whose signature names them; never options.
-RESERVED = ('statistics', 'state')
+RESERVED = ('statistics', 'state', 'ratio')
 
 TAGS = {
   'group': 'compares the samples of a group: group_size must be 2 or more',
@@ -49,7 +49,8 @@ class Box:
   function: the box; its arguments depend on the slot, see docs/algorithms.md.
   formula: one fragment of a formula; `{option}` stands for an option's value.
   tags: what the box needs or does, names of TAGS.
-  batch_statistics: (LossInputs of [M, rows, N] arrays) -> Statistics, before the micro-batches.
+  batch_statistics: (LossInputs of [M, rows, N] arrays) -> Statistics, before the micro-batches;
+    beyond the ratio's slot it may name `ratio`, the Ratio of the same tokens.
   proximal: for ratios: (LossInputs) -> proximal_log_probs_t, before all others.
   token_advantages: for advantages: (LossInputs of [M, rows, N] arrays) -> adv_t, before the statistics.
   init_state: () -> pytree of float32 arrays that lives from step to step and in checkpoints.

@@ -55,7 +55,12 @@ def prepare(objective: Objective, inputs: LossInputs, state: dict[str, Any]) -> 
   found: dict[str, Statistics] = {}
   for slot, bound in objective.device_boxes.items():
     if bound.box.batch_statistics is not None:
-      found[slot] = bound.call(bound.box.batch_statistics, inputs, state=state.get(slot))
+      extras = {'state': state.get(slot)}
+      if slot not in ('advantage', 'ratio'):
+        extras['ratio'] = objective.ratio(
+          inputs, state=state.get('ratio'), statistics=found.get('ratio')
+        )
+      found[slot] = bound.call(bound.box.batch_statistics, inputs, **extras)
   tokens = {
     'weight_t': inputs.weight_t,
     'adv_t': inputs.adv_t,

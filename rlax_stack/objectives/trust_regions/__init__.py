@@ -4,6 +4,22 @@ A box: (Ratio, LossInputs, *, options) -> TokenLoss. Losses that replace the sur
 this slot too; a loss of a sequence is spread over its tokens.
 """
 
-from rlax_stack.objectives.trust_regions import clip
+from rlax_stack.objectives.trust_regions import (
+  balanced,
+  clip,
+  covariance,
+  divergence,
+  soft,
+  supervised,
+  weighted,
+)
 
-TABLE = clip.TABLE
+TABLE = (
+  clip.TABLE
+  | soft.TABLE
+  | weighted.TABLE
+  | divergence.TABLE
+  | covariance.TABLE
+  | balanced.TABLE
+  | supervised.TABLE
+)

@@ -1,0 +1,19 @@
+"""DPPO, binary KL: tokens whose divergence has grown too far are dropped.
+
+"Rethinking the Trust Region in LLM Reinforcement Learning", Qi et al.
+(https://arxiv.org/abs/2602.04879).
+Test: tests/unit/objectives/test_trust_regions.py::dppo_kl
+"""
+
+from configs import base
+
+
+def get_config():
+  """The base config with the boxes of DPPO with the divergence of probabilities."""
+  config = base.get_config()
+  config.name = 'dppo_kl'
+  config.objective.advantage = 'group_std(ddof=1, eps=1e-6)'
+  config.objective.ratio = 'token(base="behaviour")'
+  config.objective.trust_region = 'dppo_kl(delta_low=0.05, delta_high=0.05, absolute_high=20.0)'
+  config.objective.aggregation = 'token_mean'
+  return config

@@ -12,9 +12,10 @@ import pathlib
 import re
 from typing import NamedTuple
 
-from absl import app, flags, logging
+from absl import app
 
 from rlax_stack.config import RunConfig, from_config_dict
+from rlax_stack.docs_config import write_or_check
 from rlax_stack.errors import ConfigError
 from rlax_stack.objectives.boxes import Box, box_options
 from rlax_stack.objectives.objective import TABLES
@@ -108,17 +109,10 @@ def render() -> str:
 
 
 def main(argv: list[str]) -> None:
-  """Writes or checks the page."""
+  """Writes or checks docs/algorithms.md."""
   del argv
-  page = render()
-  if not flags.FLAGS.check:
-    PAGE.write_text(page, encoding='utf-8')
-    logging.info('wrote %s', PAGE)
-  elif not PAGE.exists() or PAGE.read_text(encoding='utf-8') != page:
-    raise ConfigError('docs/algorithms.md is not what the recipes say. Run `make docs`.')
+  write_or_check(PAGE, render(), 'configs/recipes/')
 
 
 if __name__ == '__main__':
-  # Not at import: docs_config has a flag of the same name.
-  flags.DEFINE_bool('check', False, 'Compare with the page that is there and write nothing.')
   app.run(main)

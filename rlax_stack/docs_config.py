@@ -146,15 +146,19 @@ def render(text: str) -> str:
   return '\n'.join(page).rstrip() + '\n'
 
 
-def main(argv: list[str]) -> None:
-  """Writes or checks the page."""
-  del argv
-  page = render(SOURCE.read_text(encoding='utf-8'))
+def write_or_check(path: pathlib.Path, page: str, source: str) -> None:
+  """Writes a page; with --check compares it with what is there, ConfigError where they differ."""
   if not _CHECK.value:
-    PAGE.write_text(page, encoding='utf-8')
-    logging.info('wrote %s', PAGE)
-  elif not PAGE.exists() or PAGE.read_text(encoding='utf-8') != page:
-    raise ConfigError('docs/config.md is not what configs/base.py says. Run `make docs`.')
+    path.write_text(page, encoding='utf-8')
+    logging.info('wrote %s', path)
+  elif not path.exists() or path.read_text(encoding='utf-8') != page:
+    raise ConfigError(f'docs/{path.name} is not what {source} says. Run `make docs`.')
+
+
+def main(argv: list[str]) -> None:
+  """Writes or checks docs/config.md."""
+  del argv
+  write_or_check(PAGE, render(SOURCE.read_text(encoding='utf-8')), 'configs/base.py')
 
 
 if __name__ == '__main__':

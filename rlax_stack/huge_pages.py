@@ -1,7 +1,7 @@
 """Starts the process again with malloc asking the kernel for huge pages, where that is off by default.
 
 The arrays of a step are hundreds of megabytes. In pages of 4 KiB they cost a page fault each time they are allocated,
-and a TLB miss wherever they are read; with pages of 2 MiB a step on the CPU is about a tenth quicker. glibc reads the
+and a TLB miss wherever they are read; with pages of 2 MiB decode on the CPU is about a tenth quicker. glibc reads the
 setting when a process starts, so the process replaces itself, once, before anything large is imported.
 """
 

@@ -38,8 +38,8 @@ _REMAT_POLICIES = {
 class Linear(nnx.Module):
   """y = x Wᵀ (+ b) with W stored [out, in]; computes in the dtype of x.
 
-  Under `jax.default_matmul_precision('highest')` the sum over `in` is taken in blocks: closer to the exact result by
-  the half, and slower. For comparing logits, not for training.
+  Under `jax.default_matmul_precision('highest')` the sum over `in` is taken in blocks: less rounding, and
+  slower. For comparing logits, not for training.
   """
 
   def __init__(self, in_size: int, out_size: int, *, bias: bool, rngs: nnx.Rngs):

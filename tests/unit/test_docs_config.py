@@ -1,6 +1,8 @@
 """docs/config.md is generated, complete and up to date."""
 
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
 from configs import base
 from rlax_stack import docs_config
@@ -74,3 +76,15 @@ def test_every_field_of_the_config_is_on_the_page():
   page = docs_config.render(docs_config.SOURCE.read_text())
   for name in names(config):
     assert f'`{name}`' in page, name
+
+
+def test_check_refuses_another_page_and_writes_nothing(tmp_path):
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
+  path = tmp_path / 'page.md'
+  docs_config.write_or_check(path, 'one', 'the source')
+  with flagsaver.flagsaver(check=True):
+    docs_config.write_or_check(path, 'one', 'the source')
+    with pytest.raises(ConfigError, match='docs/page.md is not what the source says'):
+      docs_config.write_or_check(path, 'two', 'the source')
+  assert path.read_text() == 'one'

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import numpy as np
 
+from rlax_stack.objectives.advantages.group import group_center
 from rlax_stack.objectives.boxes import Box, Range
-from rlax_stack.objectives.reward_batch import RewardBatch, by_group
+from rlax_stack.objectives.reward_batch import RewardBatch
 
 
 def group_center_batch_std(
@@ -33,7 +34,7 @@ def group_center_batch_std(
 
   Returns: float64 [B].
   """
-  centred = by_group(batch, lambda rewards: rewards - rewards.mean())
+  centred = group_center(batch)
   return centred / (batch.reward.std(ddof=ddof) + eps) if centred.any() else centred
 
 

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import numpy as np
 
+from rlax_stack.objectives.advantages.group import group_center, group_std
 from rlax_stack.objectives.boxes import Box, Range
-from rlax_stack.objectives.reward_batch import RewardBatch, TokenValues, by_group
+from rlax_stack.objectives.reward_batch import RewardBatch, TokenValues
 
 _LEAST_VARIANCE = 1e-8
 
@@ -69,8 +70,7 @@ def reinforce_pp_baseline(batch: RewardBatch) -> TokenValues:
 
   Returns: float64, one array per trajectory.
   """
-  centred = by_group(batch, lambda rewards: rewards - rewards.mean())
-  return _standardised(_spread(centred, batch.length))
+  return _standardised(_spread(group_center(batch), batch.length))
 
 
 def task_standardised(
@@ -96,7 +96,7 @@ def task_standardised(
 
   Returns: float64, one array per trajectory.
   """
-  adv = by_group(batch, lambda r: (r - r.mean()) / (r.std(ddof=ddof) + eps))
+  adv = group_std(batch, ddof=ddof, eps=eps)
   tasks = np.array([repr(metadata.get(key)) for metadata in batch.metadata])
   out = np.zeros(adv.shape)
   for task in np.unique(tasks):

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import numpy as np
 
+from rlax_stack.objectives.advantages.group import group_center
 from rlax_stack.objectives.boxes import Box, Range
 from rlax_stack.objectives.reward_batch import RewardBatch, by_group, by_member
 
@@ -67,7 +68,7 @@ def useful_share(batch: RewardBatch) -> np.ndarray:
   Returns: float64 [B].
   """
   useful = by_group(batch, lambda r: np.ones(r.shape)).sum()
-  centred = by_group(batch, lambda r: r - r.mean())
+  centred = group_center(batch)
   return centred * (batch.reward.size / useful) if useful else centred
 
 

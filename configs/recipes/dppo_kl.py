@@ -1,7 +1,8 @@
 """DPPO, binary KL: tokens whose divergence has grown too far are dropped.
 
 "Rethinking the Trust Region in LLM Reinforcement Learning", Qi et al.
-(https://arxiv.org/abs/2602.04879).
+(https://arxiv.org/abs/2602.04879), with the advantage and the norm
+of Dr. GRPO, as its authors run it.
 Test: tests/unit/objectives/test_trust_regions.py::dppo_kl
 """
 
@@ -12,8 +13,8 @@ def get_config():
   """The base config with the boxes of DPPO with the divergence of probabilities."""
   config = base.get_config()
   config.name = 'dppo_kl'
-  config.objective.advantage = 'group_std(ddof=1, eps=1e-6)'
+  config.objective.advantage = 'group_center'
   config.objective.ratio = 'token(base="behaviour")'
   config.objective.trust_region = 'dppo_kl(delta_low=0.05, delta_high=0.05, absolute_high=20.0)'
-  config.objective.aggregation = 'token_mean'
+  config.objective.aggregation = 'constant_norm'
   return config

@@ -120,9 +120,8 @@ def turn(inputs: LossInputs, *, base: Base = 'proximal') -> Ratio:
 
   Divided by: the tokens of the turn inside the mean. Gradient flows through: log_probs_t of the own
   token only.
-  See "Group Sequence Policy Optimization", Zheng et al. (https://arxiv.org/abs/2507.18071), whose
-  sequence is here a turn; segment-level corrections of the same shape are in ROLL
-  (https://github.com/alibaba/ROLL).
+  See "Stabilizing Off-Policy Training for Long-Horizon LLM Agent", Li et al.
+  (https://arxiv.org/abs/2511.20718), turn-level importance sampling, here in the form GSPO-token.
 
   Args:
     inputs: [rows, N].

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.pallas_kernels.fused_log_prob import FusedLogProb, fused_log_prob
-from rlax_stack.pallas_kernels.tree_attention import tree_attention
+from rlax_stack.pallas_kernels.tree_attention import AttentionShape, prepare_tree_attention
 from rlax_stack.sharding import param_shardings, sharding_for
 from rlax_stack.types import PackedBatch
 
@@ -55,10 +55,12 @@ def target_log_probs(
   Returns: FusedLogProb of float32 [R, N] arrays; at masked triples they are finite and mean
     nothing.
   """
-  attend = functools.partial(
-    tree_attention,
-    positions=rows.positions,
-    subtree_end=rows.subtree_end,
+  attend = prepare_tree_attention(
+    rows.positions,
+    rows.subtree_end,
+    shape=AttentionShape(
+      config.num_heads, config.num_kv_heads, config.head_dim, settings.compute_dtype
+    ),
     window=config.sliding_window,
     mesh=mesh,
   )

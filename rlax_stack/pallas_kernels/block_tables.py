@@ -19,15 +19,6 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 _FAR = np.int32(2**30)
 
 
-class PairList(NamedTuple):
-  """The block pairs to visit: entries [0, count) of each array, ordered by row, query block, key block."""
-
-  row: jax.Array  # int32 [C]
-  q_block: jax.Array  # int32 [C]
-  kv_block: jax.Array  # int32 [C]
-  count: jax.Array  # int32 scalar, at most C
-
-
 def _blocked(values: jax.Array, block: int) -> jax.Array:
   rows, tokens = values.shape
   return values.reshape(rows, tokens // block, block)
@@ -74,20 +65,74 @@ def block_kinds(
   return jnp.where(every & some, FULL, jnp.where(some, PARTIAL, EMPTY)).astype(jnp.int8)
 
 
-def pair_list(kinds: jax.Array) -> PairList:
-  """Compacts the pairs that are not EMPTY; one static capacity, a dynamic count.
+class BlockList(NamedTuple):
+  """The block pairs of each row to visit: entries [0, count) of each row of `packed`."""
+
+  packed: jax.Array  # int32 [R, C]; see kind_of, q_block_of, kv_block_of
+  count: jax.Array  # int32 [R]
+
+  @property
+  def capacity(self) -> int:
+    """Entries that a row has room for: the pairs on or below the diagonal."""
+    return self.packed.shape[1]
+
+
+class BlockTables(NamedTuple):
+  """The same pairs twice, for kernels that gather over keys and for those that gather over queries."""
+
+  by_query: BlockList  # ordered by query block, then key block
+  by_key: BlockList  # ordered by key block, then query block
+
+
+_BLOCK_BITS = 14
+MAX_BLOCKS = 1 << _BLOCK_BITS
+
+
+def kind_of(packed: jax.Array) -> jax.Array:
+  """EMPTY, PARTIAL or FULL."""
+  return packed >> (2 * _BLOCK_BITS)
+
+
+def q_block_of(packed: jax.Array) -> jax.Array:
+  """Index of the query block in its row."""
+  return (packed >> _BLOCK_BITS) & (MAX_BLOCKS - 1)
+
+
+def kv_block_of(packed: jax.Array) -> jax.Array:
+  """Index of the key block in its row."""
+  return packed & (MAX_BLOCKS - 1)
+
+
+def block_list(
+  kinds: jax.Array, *, by_key: bool = False, blocks: tuple[int, int] | None = None
+) -> BlockList:
+  """Packs the pairs that are not EMPTY: one static capacity, a count per row.
 
   Args:
     kinds: int8 [R, Nq, Nkv] of `block_kinds` or `split_wide`.
+    by_key: orders them by key block, then query block, instead of the other way round.
+    blocks: tokens of a query and of a key block where both begin at token 0: pairs above the diagonal then need
+      no room. None makes room for all.
 
-  Returns:
-    PairList with capacity R Nq Nkv.
+  Raises:
+    ValueError: rows of more than MAX_BLOCKS blocks.
   """
-  row, q_block, kv_block = np.indices(kinds.shape, dtype=np.int32).reshape(3, -1)
-  wanted = kinds.reshape(-1) != EMPTY
-  order = jnp.argsort(~wanted, stable=True)
-  rows_of, queries_of, keys_of = jnp.asarray(np.stack([row, q_block, kv_block]))[:, order]
-  return PairList(rows_of, queries_of, keys_of, wanted.sum(dtype=jnp.int32))
+  _, q_blocks, kv_blocks = kinds.shape
+  if max(q_blocks, kv_blocks) > MAX_BLOCKS:
+    raise ValueError(f'rows have {max(q_blocks, kv_blocks)} blocks, more than {MAX_BLOCKS}.')
+  if by_key:
+    kv_block, q_block = np.indices((kv_blocks, q_blocks), dtype=np.int32).reshape(2, -1)
+  else:
+    q_block, kv_block = np.indices((q_blocks, kv_blocks), dtype=np.int32).reshape(2, -1)
+  if blocks is not None:
+    possible = kv_block * blocks[1] < (q_block + 1) * blocks[0]
+    q_block, kv_block = q_block[possible], kv_block[possible]
+  kind = kinds[:, q_block, kv_block].astype(jnp.int32)
+  place = (q_block << _BLOCK_BITS) | kv_block
+  packed = (kind << (2 * _BLOCK_BITS)) | jnp.asarray(place)[None]
+  order = jnp.argsort(kind == EMPTY, axis=1, stable=True)
+  count = jnp.sum(kind != EMPTY, axis=1, dtype=jnp.int32)
+  return BlockList(jnp.take_along_axis(packed, order, axis=1), count)
 
 
 def split_wide(kinds: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:

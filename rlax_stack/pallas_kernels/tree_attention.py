@@ -1,24 +1,36 @@
-"""Attention over packed trees: the one rule, its plain reference, and the choice of implementation.
+"""Attention over packed trees: the one rule, and the choice of implementation.
 
 Token i attends to token j iff j <= i < subtree_end[j] (and, with a window, positions[i] - positions[j] <
 window). That covers causal attention, packed sequences, shared prompts and arbitrary prefix trees.
 
-Invariant: a token that sees only itself and is seen by nobody else (padding) neither reads nor writes anything
-of another token: NaN there reaches no other output and no gradient.
+Not for the rows themselves (`tree_rows`). Invariant: a token that sees only itself and is seen by nobody else
+(padding) neither reads nor writes anything of another token: NaN there reaches no other output and no gradient.
 """
 
-import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from rlax_stack import sharding
 from rlax_stack.errors import ConfigError
-from rlax_stack.pallas_kernels.tree_attention_xla import tree_attention_xla
+from rlax_stack.pallas_kernels import block_sizes, dispatch, tree_attention_tpu, tree_attention_xla
+from rlax_stack.pallas_kernels.tree_rows import Kernel, Layout, attend_rows, dense, lay_out
 
-IMPLEMENTATIONS = ('auto', 'xla', 'reference')
+Attend = Callable[..., jax.Array]
+
+
+class AttentionShape(NamedTuple):
+  """Heads of queries and of keys, the width of a head, and the dtype of q, k and v."""
+
+  heads: int
+  kv_heads: int
+  head_dim: int
+  dtype: Any
 
 
 def tree_attention(
@@ -29,11 +41,15 @@ def tree_attention(
   subtree_end: jax.Array,
   *,
   window: int | None = None,
+  soft_cap: float | None = None,
+  sinks: jax.Array | None = None,
   scale: float | None = None,
   implementation: str = 'auto',
   mesh: Mesh | None = None,
 ) -> jax.Array:
-  """Attends over rows of packed trees; differentiable in q, k and v.
+  """Attends over rows of packed trees; differentiable in q, k, v and sinks.
+
+  For one call. Layers that share their rows share the block tables too: see `prepare_tree_attention`.
 
   Args:
     q: [R, T, H, Dh], RoPE applied, unscaled; float32 or bfloat16.
@@ -41,121 +57,200 @@ def tree_attention(
     positions: int32 [R, T], depth from the root; read only with a window.
     subtree_end: int32 [R, T], index just past the last token that may see token j; at least j + 1.
     window: a token sees less than this many positions back, itself included; None for no limit.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap), as in Gemma 2; None for none.
+    sinks: float32 [H], a score per head that takes part in the softmax and has no value (gpt-oss); None for none.
     scale: of the scores; Dh ** -0.5 when None.
-    implementation: 'auto' (which is 'xla'), 'xla' (block-structured, no T x T array), or 'reference' (dense).
-    mesh: splits rows over data and fsdp and heads over tensor by shard_map, because a loop with a dynamic trip
-      count is not partitioned automatically. None: the arrays live whole on each device.
+    implementation: 'auto', 'pallas' (TPU), 'xla' (block-structured, no T x T array), or 'reference' (dense).
+      'auto' is 'pallas' on a TPU and 'xla' elsewhere.
+    mesh: splits rows over data and fsdp, heads over tensor and the tokens of a row over context by shard_map,
+      because neither kernels nor loops with a dynamic trip count are partitioned automatically. None: the
+      arrays live whole on each device.
 
   Returns:
     [R, T, H, Dh] in the dtype of q. Softmax and sums are float32.
 
   Raises:
-    ValueError: shapes or dtypes that do not fit, or an implementation that does not exist.
-    ConfigError: a mesh that the rows or heads do not divide over, or a split context axis.
+    ValueError: shapes or dtypes that do not fit, or an implementation that does not exist or is absent here.
+    ConfigError: a mesh that the rows, heads or tokens do not divide over.
   """
-  _check(q, k, v, positions, subtree_end, window, implementation)
-  attend = functools.partial(
-    _attend_rows,
+  _check_arrays(q, k, v, positions)
+  shape = AttentionShape(q.shape[2], k.shape[2], q.shape[3], q.dtype)
+  attend = prepare_tree_attention(
+    positions,
+    subtree_end,
+    shape=shape,
     window=window,
-    scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-    dense=implementation == 'reference',
+    soft_cap=soft_cap,
+    scale=scale,
+    implementation=implementation,
+    mesh=mesh,
   )
-  if mesh is None or mesh.size == 1:
-    return attend(q, k, v, positions, subtree_end)
-  return _sharded(attend, mesh, q, k)(q, k, v, positions, subtree_end)
+  return attend(q, k, v, sinks)
 
 
-def _check(q, k, v, positions, subtree_end, window, implementation):
-  if implementation == 'pallas':
-    raise ValueError(
-      "implementation 'pallas' does not exist for tree attention. Choose 'auto', 'xla' or 'reference'."
+def prepare_tree_attention(
+  positions: jax.Array,
+  subtree_end: jax.Array,
+  *,
+  shape: AttentionShape,
+  window: int | None = None,
+  soft_cap: float | None = None,
+  scale: float | None = None,
+  implementation: str = 'auto',
+  mesh: Mesh | None = None,
+) -> Attend:
+  """Makes the block tables of rows once, for every layer that attends over them.
+
+  Args:
+    positions: see `tree_attention`, as all that follow.
+    subtree_end: int32 [R, T].
+    shape: of the q, k and v to come.
+    window: None for no limit.
+    soft_cap: None for none.
+    scale: None for Dh ** -0.5.
+    implementation: 'auto', 'pallas', 'xla' or 'reference'.
+    mesh: None for whole arrays.
+
+  Returns:
+    Function (q, k, v, sinks=None) -> [R, T, H, Dh].
+
+  Raises:
+    ValueError, ConfigError: see `tree_attention`.
+  """
+  _check_tree(positions, subtree_end, shape, window, soft_cap)
+  kernel = _kernel(
+    implementation,
+    shape,
+    tokens=positions.shape[1],
+    options={
+      'scale': shape.head_dim**-0.5 if scale is None else float(scale),
+      'window': window,
+      'soft_cap': soft_cap,
+    },
+    mesh=mesh,
+  )
+  if mesh is not None and mesh.size > 1:
+    return _sharded(kernel, positions, subtree_end, shape, mesh)
+  layout = lay_out(kernel, positions, subtree_end)
+
+  def attend(q, k, v, sinks=None):
+    return attend_rows(kernel, layout, q, k, v, sinks)
+
+  return attend
+
+
+def _kernel(implementation, shape, *, tokens, options, mesh) -> Kernel:
+  device = dispatch.target_device(mesh)
+  absent = None if device.platform == 'tpu' else f'it is for TPU, and this is {device.platform}'
+  chosen = dispatch.choose('tree attention', implementation, absent=absent)
+  window = options['window']
+  if chosen == 'pallas':
+    blocks = block_sizes.tree_blocks(
+      device.device_kind,
+      group=shape.heads // shape.kv_heads,
+      head_dim=shape.head_dim,
+      itemsize=jnp.dtype(shape.dtype).itemsize,
+      tokens=tokens,
     )
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(f'unknown {implementation=}. Choose from {", ".join(IMPLEMENTATIONS)}.')
+    spec = tree_attention_tpu.TpuSpec(
+      **options, block_q=blocks.q, block_kv=blocks.kv, vmem_limit=blocks.vmem_limit
+    )
+    make, attend = tree_attention_tpu.make_tables, tree_attention_tpu.attend
+    return Kernel(spec, blocks.q, blocks.kv, window, make, attend)
+  spec = tree_attention_xla.XlaSpec(**options)
+  if chosen == 'reference':
+    return Kernel(spec, 1, 1, window, lambda spec, kinds: (), dense)
+  make, attend = tree_attention_xla.make_tables, tree_attention_xla.attend
+  return Kernel(spec, spec.block, spec.block, window, make, attend)
+
+
+def _check_arrays(q, k, v, positions):
   if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
     raise ValueError(
       f'q must be [R, T, H, Dh] and k, v [R, T, K, Dh], got {q.shape}, {k.shape}, {v.shape}.'
     )
-  if k.shape != (*q.shape[:2], k.shape[2], q.shape[3]) or q.shape[2] % k.shape[2]:
+  if k.shape != (*q.shape[:2], k.shape[2], q.shape[3]):
+    raise ValueError(f'k and v must match q in R, T and Dh, got q {q.shape} and k {k.shape}.')
+  if not q.dtype == k.dtype == v.dtype:
+    raise ValueError(f'q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}.')
+  if positions.shape != q.shape[:2]:
     raise ValueError(
-      f'k and v must match q in R, T and Dh, and their heads divide those of q, '
-      f'got q {q.shape} and k {k.shape}.'
+      f'positions and subtree_end must be {q.shape[:2]}, got positions {positions.shape}.'
     )
-  if positions.shape != q.shape[:2] or subtree_end.shape != q.shape[:2]:
+
+
+def _check_tree(positions, subtree_end, shape, window, soft_cap):
+  if positions.ndim != 2 or positions.shape != subtree_end.shape:
     raise ValueError(
-      f'positions and subtree_end must be {q.shape[:2]}, '
-      f'got {positions.shape} and {subtree_end.shape}.'
+      f'positions and subtree_end must be [R, T], got {positions.shape} and {subtree_end.shape}.'
     )
   if positions.dtype != jnp.int32 or subtree_end.dtype != jnp.int32:
     raise ValueError(
       f'positions and subtree_end must be int32, got {positions.dtype} and {subtree_end.dtype}.'
     )
-  if not q.dtype == k.dtype == v.dtype:
-    raise ValueError(f'q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}.')
+  if shape.heads % shape.kv_heads:
+    raise ValueError(
+      f'the key heads must divide those of q, got {shape.heads} and {shape.kv_heads}.'
+    )
   if window is not None and window < 1:
     raise ValueError(f'window must be at least 1 or None, got {window=}.')
+  if soft_cap is not None and not soft_cap > 0:
+    raise ValueError(f'soft_cap must be above 0 or None, got {soft_cap=}.')
 
 
-def _attend_rows(q, k, v, positions, subtree_end, *, window, scale, dense):
-  """Whole rows on one device: tokens alone in their tree are answered here, the rest by a kernel."""
-  index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-  ends = jnp.maximum(subtree_end, index + 1)
-  reach = lax.cummax(ends, axis=1)
-  seen_before = jnp.pad(reach[:, :-1], ((0, 0), (1, 0))) > index
-  alone = ~seen_before & (ends == index + 1)
-  ends = jnp.where(alone, 0, ends)  # the kernels leave such tokens out
-  apart = alone[:, :, None, None]
-  kernel = tree_attention_reference if dense else tree_attention_xla
-  masked_q, masked_k, masked_v = (jnp.where(apart, 0, x) for x in (q, k, v))
-  out = kernel(masked_q, masked_k, masked_v, positions, ends, window=window, scale=scale)
-  own = jnp.repeat(v, q.shape[2] // k.shape[2], axis=2)
-  return jnp.where(apart, own, out)
+def _sharded(kernel, positions, subtree_end, shape, mesh) -> Attend:
+  """The same under shard_map: rows over data and fsdp, heads over tensor, tokens over context.
 
-
-def tree_attention_reference(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  positions: jax.Array,
-  subtree_end: jax.Array,
-  *,
-  window: int | None,
-  scale: float,
-) -> jax.Array:
-  """The rule as a dense mask and a float32 softmax; O(T^2) memory.
-
-  Shapes as in `tree_attention`. A token with `subtree_end[j] <= j` is left out: it sees nobody and its output
-  is 0.
+  Over context every device answers its own queries and gathers all keys; the gradient of the gather brings
+  theirs back.
   """
-  rows, tokens, heads, head_dim = q.shape
-  kv_heads = k.shape[2]
-  index = jnp.arange(tokens, dtype=jnp.int32)
-  seen = (index[None, None] <= index[None, :, None]) & (index[None, :, None] < subtree_end[:, None])
-  if window is not None:
-    seen = seen & (positions[:, :, None] - positions[:, None] < window)
-  grouped = q.reshape(rows, tokens, kv_heads, heads // kv_heads, head_dim)
-  scores = scale * jnp.einsum('rikgd,rjkd->rkgij', grouped, k, preferred_element_type=jnp.float32)
-  weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -1e30), axis=-1)
-  weights = jnp.where(seen[:, None, None], weights, 0).astype(v.dtype)
-  out = jnp.einsum('rkgij,rjkd->rikgd', weights, v, preferred_element_type=jnp.float32)
-  return out.reshape(q.shape).astype(q.dtype)
-
-
-def _sharded(attend, mesh, q, k):
-  """`attend` under shard_map: rows over data and fsdp, heads over tensor."""
-  if mesh.shape['context'] != 1:
+  rules = sharding.DEFAULT_RULES
+  by_head = rules.spec_for(('rows', 'tokens', 'heads', None))
+  by_row, by_token = rules.spec_for(('rows', None)), rules.spec_for(('rows', 'tokens'))
+  full = (*positions.shape, shape.heads, shape.head_dim)
+  sharding.check_divisible('the queries (rows, tokens, heads, width)', full, by_head, mesh)
+  full = (*positions.shape, shape.kv_heads, shape.head_dim)
+  sharding.check_divisible('the keys', full, by_head, mesh)
+  parts = mesh.shape['context']
+  queries = positions.shape[1] // parts
+  if parts > 1 and (queries % kernel.block_q or kernel.attend is dense):
     raise ConfigError(
-      f'tree attention does not split a row over the context axis, got config.mesh.context = '
-      f'{mesh.shape["context"]}. Set config.mesh.context = 1; use fsdp or tensor instead.'
+      f'rows of {positions.shape[1]} tokens over config.mesh.context = {parts} leave {queries} to a device, which '
+      f'does not divide by blocks of {kernel.block_q} tokens. Set config.learner.row_length to a multiple of '
+      f'{parts * kernel.block_q}.'
     )
-  by_head = sharding.DEFAULT_RULES.spec_for(('rows', None, 'heads', None))
-  by_row = sharding.DEFAULT_RULES.spec_for(('rows', None))
-  for name, array in (('the queries (rows, tokens, heads, width)', q), ('the keys', k)):
-    sharding.check_divisible(name, array.shape, by_head, mesh)
-  return jax.shard_map(
-    attend,
-    mesh=mesh,
-    in_specs=(by_head, by_head, by_head, by_row, by_row),
-    out_specs=by_head,
-    check_vma=False,  # loop carries start as constants, which vary over no axis
-  )
+
+  def tables_of(positions, subtree_end):
+    if parts == 1:
+      return lay_out(kernel, positions, subtree_end)
+    first = lax.axis_index('context') * queries
+    return lay_out(kernel, positions, subtree_end, first, queries)
+
+  def attend_part(layout, q, k, v, sinks):
+    if parts > 1:
+      k, v = (lax.all_gather(x, 'context', axis=1, tiled=True) for x in (k, v))
+    return attend_rows(kernel, layout, q, k, v, sinks)
+
+  # Tables differ between the parts of a row, so their leading axis is laid over context as well.
+  of_part = P((*_axes(by_row[0]), 'context'))
+  layout_specs = Layout._make([by_row, by_row, by_token, P('context'), of_part])
+  # Loop carries start as constants, which vary over no axis.
+  layout = jax.shard_map(
+    tables_of, mesh=mesh, in_specs=(by_row, by_row), out_specs=layout_specs, check_vma=False
+  )(positions, subtree_end)
+
+  def attend(q, k, v, sinks=None):
+    sink_spec = None if sinks is None else rules.spec_for(('heads',))
+    return jax.shard_map(
+      attend_part,
+      mesh=mesh,
+      in_specs=(layout_specs, by_head, by_head, by_head, sink_spec),
+      out_specs=by_head,
+      check_vma=False,
+    )(layout, q, k, v, sinks)
+
+  return attend
+
+
+def _axes(entry) -> tuple[str, ...]:
+  return (entry,) if isinstance(entry, str) else tuple(entry or ())

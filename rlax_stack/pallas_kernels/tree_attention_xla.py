@@ -25,13 +25,21 @@ _LOWEST = (
 )  # start of the running maximum: above _HIDDEN, so a wholly hidden block adds nothing
 
 
-class _Spec(NamedTuple):
+class XlaSpec(NamedTuple):
   """What is static: hashable, so custom_vjp can take it as a non-differentiable argument."""
 
-  block: int
-  wide: int
-  window: int | None
   scale: float
+  window: int | None = None
+  soft_cap: float | None = None
+  block: int = 64  # tokens
+  wide: int = 4  # so many key blocks are taken at once where a query block sees all of them
+
+
+class XlaTables(NamedTuple):
+  """The block pairs to visit."""
+
+  wide: block_tables.BlockList  # key blocks of `wide` blocks
+  narrow: block_tables.BlockList
 
 
 class _Tree(NamedTuple):
@@ -39,64 +47,52 @@ class _Tree(NamedTuple):
 
   positions: jax.Array  # int32 [R, T]
   subtree_end: jax.Array  # int32 [R, T]
-  wide: block_tables.PairList  # key blocks of `wide` blocks
-  narrow: block_tables.PairList
+  first_query: jax.Array  # int32 scalar
+  tables: XlaTables
 
 
-def tree_attention_xla(
+def make_tables(spec: XlaSpec, kinds: jax.Array) -> XlaTables:
+  """The lists of rows from the kinds of their blocks of `spec.block` queries and keys."""
+  joined, left = block_tables.split_wide(kinds, spec.wide)
+  return XlaTables(block_tables.block_list(joined), block_tables.block_list(left))
+
+
+def attend(
+  spec: XlaSpec,
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
+  sinks: jax.Array | None,
   positions: jax.Array,
   subtree_end: jax.Array,
-  *,
-  window: int | None,
-  scale: float,
-  block: int = 64,
-  wide: int = 4,
+  first_query: jax.Array,
+  tables: XlaTables,
 ) -> jax.Array:
-  """Token i attends to token j iff j <= i < subtree_end[j] and positions[i] - positions[j] < window.
-
-  A token with `subtree_end[j] <= j` is left out: it sees nobody and its output is 0.
+  """Attention of rows of whole blocks; see `tree_attention`.
 
   Args:
-    q: [R, T, H, Dh], any float dtype.
+    spec: see XlaSpec.
+    q: [R, Q, H, Dh], any float dtype; Q and T divide by the block.
     k, v: [R, T, K, Dh], K divides H.
-    positions, subtree_end: int32 [R, T].
-    window: None for no limit.
-    scale: multiplies the scores.
-    block: tokens in a block; T is padded to a multiple of it.
-    wide: so many key blocks are taken at once where a query block sees all of them.
+    sinks: float32 [H] or None.
+    positions, subtree_end: int32 [R, T]; a token with subtree_end[j] <= j is left out: it sees nobody and its
+      output is 0.
+    first_query: int32 scalar, the token that q begins with.
+    tables: of `make_tables`.
 
   Returns:
-    [R, T, H, Dh] in the dtype of q.
+    [R, Q, H, Dh] in the dtype of q.
   """
   rows, tokens, heads, head_dim = q.shape
   kv_heads = k.shape[2]
   group = heads // kv_heads
-  pad = -tokens % block
-  if pad:
-    widths = ((0, 0), (0, pad), (0, 0), (0, 0))
-    q, k, v = (jnp.pad(x, widths) for x in (q, k, v))
-    positions, subtree_end = (jnp.pad(x, widths[:2]) for x in (positions, subtree_end))
-  kinds = block_tables.block_kinds(
-    positions, subtree_end, block_q=block, block_kv=block, window=window
-  )
-  joined, left = block_tables.split_wide(kinds, wide)
-  tree = _Tree(positions, subtree_end, block_tables.pair_list(joined), block_tables.pair_list(left))
   # The query heads that share a key head become rows of one matrix: [R, K, T * group, Dh].
-  padded = tokens + pad
-  folded = q.reshape(rows, padded, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
-  folded = folded.reshape(rows, kv_heads, padded * group, head_dim)
-  out = _attend(
-    _Spec(block, wide, window, scale),
-    folded,
-    k.transpose(0, 2, 1, 3),
-    v.transpose(0, 2, 1, 3),
-    tree,
-  )
-  out = out.reshape(rows, kv_heads, padded, group, head_dim).transpose(0, 2, 1, 3, 4)
-  return out.reshape(rows, padded, heads, head_dim)[:, :tokens]
+  folded = q.reshape(rows, tokens, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+  folded = folded.reshape(rows, kv_heads, tokens * group, head_dim)
+  tree = _Tree(positions, subtree_end, first_query, tables)
+  out = _attend(spec, group, folded, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), sinks, tree)
+  out = out.reshape(rows, kv_heads, tokens, group, head_dim).transpose(0, 2, 1, 3, 4)
+  return out.reshape(q.shape)
 
 
 def _take(array, row, start, size):
@@ -115,6 +111,7 @@ def _dot(equation, left, right):
 
 def _visible(tree, spec, row, q_first, kv_first, keys, group):
   """bool [block * group, keys]: which of the keys from kv_first on each folded query row sees."""
+  q_first = tree.first_query + q_first
   q_index = q_first + jnp.arange(spec.block, dtype=jnp.int32)
   kv_index = kv_first + jnp.arange(keys, dtype=jnp.int32)
 
@@ -131,30 +128,46 @@ def _visible(tree, spec, row, q_first, kv_first, keys, group):
 
 
 def _over_pairs(spec, tree, visit, state):
-  """Runs visit(state, row, first query, first key, number of keys) over both lists."""
-  for pairs, keys in ((tree.wide, spec.wide * spec.block), (tree.narrow, spec.block)):
-    if not pairs.row.size:
-      continue  # a row shorter than a wide block
+  """Runs visit(state, row, first query, first key, number of keys) over both lists of every row."""
+  for listed, keys in (
+    (tree.tables.wide, spec.wide * spec.block),
+    (tree.tables.narrow, spec.block),
+  ):
+    if not listed.capacity:
+      continue  # rows shorter than a wide block
 
-    def step(i, state, pairs=pairs, keys=keys):
-      row, q_block, kv_block = (x[i] for x in pairs[:3])
-      return visit(state, row, q_block * spec.block, kv_block * keys, keys)
+    def of_row(row, state, listed=listed, keys=keys):
+      def step(i, state):
+        pair = listed.packed[row, i]
+        q_first = block_tables.q_block_of(pair) * spec.block
+        return visit(state, row, q_first, block_tables.kv_block_of(pair) * keys, keys)
 
-    state = lax.fori_loop(0, pairs.count, step, state)
+      return lax.fori_loop(0, listed.count[row], step, state)
+
+    state = lax.fori_loop(0, listed.packed.shape[0], of_row, state)
   return state
 
 
-def _forward(spec, q, k, v, tree):
+def _scores(spec, q, k):
+  scores = spec.scale * _dot('kid,kjd->kij', q, k)
+  return scores if spec.soft_cap is None else spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+
+
+def _of_rows(sinks, q, group):
+  """Sinks [H] as float32 [R, K, T * group], one per folded query row."""
+  of_heads = sinks.astype(jnp.float32).reshape(1, q.shape[1], 1, group)
+  shape = (*q.shape[:2], q.shape[2] // group, group)
+  return jnp.broadcast_to(of_heads, shape).reshape(q.shape[:3])
+
+
+def _forward(spec, group, q, k, v, sinks, tree):
   """Returns o in the dtype of q and lse, float32 [R, K, T * group]."""
-  group = q.shape[2] // k.shape[2]
   size = spec.block * group
 
   def visit(state, row, q_first, kv_first, keys):
     top, total, acc = state
     q_start = q_first * group
-    scores = spec.scale * _dot(
-      'kid,kjd->kij', _take(q, row, q_start, size), _take(k, row, kv_first, keys)
-    )
+    scores = _scores(spec, _take(q, row, q_start, size), _take(k, row, kv_first, keys))
     seen = _visible(tree, spec, row, q_first, kv_first, keys, group)
     scores = jnp.where(seen[None], scores, _HIDDEN)
     old_top = _take(top, row, q_start, size)
@@ -170,26 +183,29 @@ def _forward(spec, q, k, v, tree):
       _put(acc, new_acc, row, q_start),
     )
 
-  top = jnp.full(q.shape[:3], _LOWEST, jnp.float32)
-  total, acc = jnp.zeros(q.shape[:3], jnp.float32), jnp.zeros(q.shape, jnp.float32)
+  if sinks is None:
+    top = jnp.full(q.shape[:3], _LOWEST, jnp.float32)
+    total = jnp.zeros(q.shape[:3], jnp.float32)
+  else:
+    top, total = _of_rows(sinks, q, group), jnp.ones(q.shape[:3], jnp.float32)
+  acc = jnp.zeros(q.shape, jnp.float32)
   top, total, acc = _over_pairs(spec, tree, visit, (top, total, acc))
   total = jnp.where(total == 0, 1, total)  # a row that sees nobody gives 0
   return (acc / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(spec, q, k, v, tree):
-  return _forward(spec, q, k, v, tree)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(spec, group, q, k, v, sinks, tree):
+  return _forward(spec, group, q, k, v, sinks, tree)[0]
 
 
-def _attend_fwd(spec, q, k, v, tree):
-  out, lse = _forward(spec, q, k, v, tree)
-  return out, (q, k, v, tree, out, lse)
+def _attend_fwd(spec, group, q, k, v, sinks, tree):
+  out, lse = _forward(spec, group, q, k, v, sinks, tree)
+  return out, (q, k, v, sinks, tree, out, lse)
 
 
-def _attend_bwd(spec, residuals, d_out):
-  q, k, v, tree, out, lse = residuals
-  group = q.shape[2] // k.shape[2]
+def _attend_bwd(spec, group, residuals, d_out):
+  q, k, v, sinks, tree, out, lse = residuals
   size = spec.block * group
   delta = _dot('rkid,rkid->rki', d_out, out)
 
@@ -198,13 +214,15 @@ def _attend_bwd(spec, residuals, d_out):
     q_start = q_first * group
     q_here, do_here = (_take(x, row, q_start, size) for x in (q, d_out))
     k_here, v_here = (_take(x, row, kv_first, keys) for x in (k, v))
-    scores = spec.scale * _dot('kid,kjd->kij', q_here, k_here)
+    scores = _scores(spec, q_here, k_here)
     seen = _visible(tree, spec, row, q_first, kv_first, keys, group)
     weights = jnp.exp(scores - _take(lse, row, q_start, size)[..., None])
     weights = jnp.where(seen[None], weights, 0)
     d_weights = _dot('kid,kjd->kij', do_here, v_here)
-    d_scores = weights * (d_weights - _take(delta, row, q_start, size)[..., None]) * spec.scale
-    d_scores = d_scores.astype(q.dtype)
+    d_scores = weights * (d_weights - _take(delta, row, q_start, size)[..., None])
+    if spec.soft_cap is not None:
+      d_scores = d_scores * (1.0 - jnp.square(scores / spec.soft_cap))
+    d_scores = (d_scores * spec.scale).astype(q.dtype)
     dq_here = _dot('kij,kjd->kid', d_scores, k_here)
     dk_here = _dot('kij,kid->kjd', d_scores, q_here)
     dv_here = _dot('kij,kid->kjd', weights.astype(v.dtype), do_here)
@@ -216,7 +234,11 @@ def _attend_bwd(spec, residuals, d_out):
 
   zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
   dq, dk, dv = _over_pairs(spec, tree, visit, zeros)
-  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+  d_sinks = None
+  if sinks is not None:
+    share = (jnp.exp(_of_rows(sinks, q, group) - lse) * delta).reshape(*q.shape[:2], -1, group)
+    d_sinks = -share.sum((0, 2)).reshape(-1)
+  return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_sinks, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,11 +32,37 @@ def test_kinds_of_a_shared_prompt():
     [EMPTY, EMPTY, EMPTY, EMPTY, EMPTY],
   ]
   np.testing.assert_array_equal(kinds[0], want)
-  pairs = block_tables.pair_list(kinds)
-  assert pairs.row.shape == (25,)
-  assert int(pairs.count) == 9
-  got = list(zip(pairs.q_block[:9].tolist(), pairs.kv_block[:9].tolist(), strict=True))
-  assert got == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 3)]
+  seen = [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 3)]
+  for by_key in (False, True):
+    for blocks, capacity in ((None, 25), ((4, 4), 15)):
+      listed = block_tables.block_list(kinds, by_key=by_key, blocks=blocks)
+      assert listed.capacity == capacity
+      assert listed.count.tolist() == [9]
+      pairs = listed.packed[0, :9]
+      q_block, kv_block = block_tables.q_block_of(pairs), block_tables.kv_block_of(pairs)
+      got = list(zip(q_block.tolist(), kv_block.tolist(), strict=True))
+      assert got == sorted(seen, key=lambda pair: pair[:: -1 if by_key else 1])
+      np.testing.assert_array_equal(block_tables.kind_of(pairs), kinds[0, q_block, kv_block])
+
+
+def test_more_blocks_than_a_list_can_name_are_refused():
+  kinds = jnp.zeros((1, 1, block_tables.MAX_BLOCKS + 1), jnp.int8)
+  with pytest.raises(ValueError, match='16385 blocks, more than 16384'):
+    block_tables.block_list(kinds)
+
+
+@pytest.mark.parametrize(('prompt', 'suffixes'), [(64, [16] * 8), (40, [24, 7, 33]), (3, [5, 90])])
+def test_visits_are_those_needed_and_no_more(prompt, suffixes):
+  """Every listed pair of a packed group holds something that is seen."""
+  tokens = -(-(prompt + sum(suffixes)) // 8) * 8
+  ends, start = np.zeros(tokens, np.int32), prompt
+  ends[:prompt] = prompt + sum(suffixes)
+  for length in suffixes:
+    ends[start : start + length] = start + length
+    start += length
+  kinds = _kinds(jnp.zeros((1, tokens), jnp.int32), jnp.asarray(ends)[None], block_q=8, block_kv=8)
+  tiles = _dense(None, ends, None).reshape(tokens // 8, 8, tokens // 8, 8).any((1, 3))
+  assert block_tables.block_list(kinds).count.tolist() == [tiles.sum()]
 
 
 @settings(max_examples=20, deadline=None)

@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 
 from rlax_stack import sharding
 from rlax_stack.errors import ConfigError
-from rlax_stack.pallas_kernels.tree_attention import tree_attention, tree_attention_reference
-from rlax_stack.pallas_kernels.tree_attention_xla import tree_attention_xla
+from rlax_stack.pallas_kernels import tree_attention_xla, tree_rows
+from rlax_stack.pallas_kernels.tree_attention import (
+  AttentionShape,
+  prepare_tree_attention,
+  tree_attention,
+)
 
 
 def _layout(trees, tokens):
@@ -73,17 +77,55 @@ def test_xla_equals_reference(heads, kv_heads):
 @pytest.mark.parametrize('wide', [2, 3])
 def test_wide_key_blocks_equal_reference(wide, window):
   layouts = [_layout([(90, [(30, []), (50, [])])], 170), _layout([(100, []), (70, [])], 170)]
-  q, k, v, positions, ends, cotangent = _inputs(layouts)
-  static = {'window': window, 'scale': 0.25}
+  inputs = _inputs(layouts)
 
-  def both(kernel, **options):
-    out, pull = jax.vjp(lambda *x: kernel(*x, positions, ends, **static, **options), q, k, v)
-    return out, *pull(cotangent)
+  def run(block, wide):
+    spec = tree_attention_xla.XlaSpec(0.25, window=window, block=block, wide=wide)
+    parts = tree_attention_xla.make_tables, tree_attention_xla.attend
+    kernel = tree_rows.Kernel(spec, block, block, window, *parts)
 
-  narrow = jax.jit(lambda: both(tree_attention_xla, block=8, wide=10**6))()
-  got = jax.jit(lambda: both(tree_attention_xla, block=8, wide=wide))()
-  _assert_close(got, narrow)
-  _assert_close(got, jax.jit(lambda: both(tree_attention_reference))())
+    def attend(q, k, v, positions, ends):
+      layout = tree_rows.lay_out(kernel, positions, ends)
+      return tree_rows.attend_rows(kernel, layout, q, k, v, None)
+
+    out, pull = jax.vjp(lambda *x: attend(*x, *inputs[3:5]), *inputs[:3])
+    return out, *pull(inputs[5])
+
+  got = jax.jit(lambda: run(8, wide))()
+  _assert_close(got, jax.jit(lambda: run(8, 10**6))())
+  _assert_close(got, _value_and_grads(*inputs, implementation='reference', window=window))
+
+
+@pytest.mark.parametrize(('soft_cap', 'with_sinks'), [(3.0, False), (None, True), (2.0, True)])
+def test_soft_cap_and_sinks_equal_reference(soft_cap, with_sinks):
+  *inputs, cotangent = _inputs([_layout(THREE_LEVELS, 150), _layout([(30, [(20, [])])], 150)])
+  sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0]) if with_sinks else None
+
+  def run(implementation):
+    def attend(q, k, v, sinks):
+      options = {'soft_cap': soft_cap, 'sinks': sinks, 'implementation': implementation}
+      return tree_attention(q, k, v, *inputs[3:], **options)
+
+    out, pull = jax.vjp(attend, *inputs[:3], sinks)
+    return jax.tree.leaves((out, pull(cotangent)))
+
+  got = jax.jit(lambda: run('xla'))()
+  _assert_close(got, jax.jit(lambda: run('reference'))())
+  assert len(got) == 4 + with_sinks
+
+
+def test_sinks_and_soft_cap_follow_the_rule_in_float64():
+  q, k, v, positions, ends, _ = _inputs([_layout(THREE_LEVELS, 150)])
+  sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0])
+  out = jax.jit(lambda: tree_attention(q, k, v, positions, ends, sinks=sinks, soft_cap=2.0))()
+  for i in (0, 45, 149):
+    seen = [j for j in range(i + 1) if i < ends[0, j]]
+    for head in range(4):
+      keys = np.asarray(k[0, seen, head // 2], np.float64)
+      scores = 2.0 * np.tanh(keys @ np.asarray(q[0, i, head], np.float64) / 4 / 2.0)
+      weights = np.exp(scores) / (np.exp(scores).sum() + np.exp(float(sinks[head])))
+      want = weights @ np.asarray(v[0, seen, head // 2], np.float64)
+      np.testing.assert_allclose(out[0, i, head], want, atol=1e-6)
 
 
 @pytest.mark.parametrize('window', [1, 20])
@@ -185,10 +227,39 @@ def test_sharded_equals_single(shape):
   assert split[0].sharding.spec[2] == 'tensor'
 
 
+@pytest.mark.parametrize(
+  ('shape', 'window'), [({'context': 2, 'fsdp': 2, 'tensor': 2}, None), ({'context': 4}, 70)]
+)
+def test_rows_split_over_context_equal_whole_ones(shape, window):
+  mesh = sharding.make_mesh(shape, jax.devices()[: int(np.prod(list(shape.values())))])
+  inputs = _inputs([_layout(THREE_LEVELS, 256), _layout(SEQUENCES, 256)])
+  split = _value_and_grads(*inputs, mesh=mesh, window=window)
+  _assert_close(split, _value_and_grads(*inputs, window=window), 1e-6)
+  assert split[0].sharding.spec[1] == 'context'
+
+
+def test_one_preparation_serves_every_layer():
+  q, k, v, positions, ends, _ = _inputs([_layout(THREE_LEVELS, 150), _layout(SEQUENCES, 150)])
+  attend = prepare_tree_attention(positions, ends, shape=AttentionShape(4, 2, 16, q.dtype))
+  np.testing.assert_array_equal(attend(q, k, v), tree_attention(q, k, v, positions, ends))
+  np.testing.assert_array_equal(attend(2 * q, k, v), tree_attention(2 * q, k, v, positions, ends))
+
+  def layers(x):
+    shape = AttentionShape(4, 2, 16, x.dtype)
+    attend = prepare_tree_attention(positions, ends, shape=shape)
+    return jax.lax.fori_loop(0, 3, lambda i, x: attend(x, k, v), x)
+
+  # The sorts that make the lists stand before the loop over layers.
+  *before, loop = map(str, jax.make_jaxpr(layers)(q).eqns)
+  assert any('argsort' in line for line in before)
+  assert 'scan[' in loop
+  assert 'argsort' not in loop
+
+
 def test_mesh_errors_say_what_to_change():
   inputs = _inputs([_layout(THREE_LEVELS, 150)])[:5]
   context = sharding.make_mesh({'context': 2}, jax.devices()[:2])
-  with pytest.raises(ConfigError, match='config.mesh.context = 1'):
+  with pytest.raises(ConfigError, match='row_length to a multiple of 128'):
     tree_attention(*inputs, mesh=context)
   tensor = sharding.make_mesh({'tensor': 4}, jax.devices()[:4])
   with pytest.raises(ConfigError, match='dimension 2 of the keys has size 2'):
@@ -201,9 +272,10 @@ def test_mesh_errors_say_what_to_change():
 def test_bad_arguments_are_refused():
   q, k, v, positions, ends, _ = _inputs([_layout(THREE_LEVELS, 150)])
   refused = [
-    ('pallas', (q, k, v, positions, ends), {'implementation': 'pallas'}),
+    ('it is for TPU, and this is cpu', (q, k, v, positions, ends), {'implementation': 'pallas'}),
     ('unknown', (q, k, v, positions, ends), {'implementation': 'flash'}),
     ('divide those of q', (q[:, :, :3], k, v, positions, ends), {}),
+    ('soft_cap must be above 0', (q, k, v, positions, ends), {'soft_cap': 0.0}),
     ('must be', (q[0], k, v, positions, ends), {}),
     ('positions and subtree_end must be', (q, k, v, positions[:, :5], ends), {}),
     ('int32', (q, k, v, positions, ends.astype(jnp.float32)), {}),
@@ -221,13 +293,3 @@ def test_xla_form_holds_no_square():
   assert '512,512]' not in text
   dense = _value_and_grads.lower(*inputs, implementation='reference')
   assert '512,512]' in dense.compile().as_text()
-
-
-def test_tokens_left_out_give_zero():
-  q, k, v, positions, ends, _ = _inputs([_layout([(40, [])], 64)])
-  ends = jnp.where(jnp.arange(64)[None] < 40, ends, 0)
-  for kernel in (tree_attention_xla, tree_attention_reference):
-    run = jax.jit(functools.partial(kernel, window=None, scale=0.25))
-    out = run(q, k, v, positions, ends)
-    assert not np.asarray(out[:, 40:]).any()
-    assert np.asarray(out[:, :40]).any()

@@ -6,9 +6,10 @@ ARGS ?=
 VENV ?= .venv$(if $(PYTHON),-$(patsubst python%,%,$(notdir $(PYTHON))))
 PARITY_VENV ?= .venv-parity
 PARITY_PYTHON ?= $(PYTHON)
+AOT_VENV ?= .venv-aot
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-quick parity lint format docs clean install install-dev
+.PHONY: help quickstart test test-quick parity aot lint format docs clean install install-dev
 
 help:  ## this text
 	@echo 'make TARGET [PYTHON=3.12] [ARGS="more arguments"]'
@@ -26,6 +27,10 @@ test-quick: install-dev  ## the tests that take seconds
 parity:  ## compare logits with torch and transformers (in .venv-parity)
 	@.ci/environment $(PARITY_VENV) dev,parity $(PARITY_PYTHON)
 	$(PARITY_VENV)/bin/python -m pytest --timeout=900 tests/parity $(ARGS)
+
+aot:  ## compile the kernels for TPU, without one (in .venv-aot)
+	@.ci/environment $(AOT_VENV) dev,aot $(PYTHON)
+	$(AOT_VENV)/bin/python -m pytest tests/aot $(ARGS)
 
 lint: install-dev  ## formatting, lint and types; changes nothing
 	$(VENV)/bin/ruff format --check .

@@ -1,15 +1,17 @@
 """Attention of one decode step over prefixes that many rows share, each prefix read once per block of rows.
 
-A decode row attends to a shared prefix (its prompt, stored once as pages) and to its own suffix. The host turns
-"which row reads which prefix" into a work list of items (page, block of up to `rows_per_block` rows); the device loops
-over the active items, so rows come and go one by one with static shapes and the cost follows the work. One float32
-online softmax runs over a row's prefix pages and then over its suffix blocks: the merge is exact.
-Not for prefill or training (see tree_attention). Plain XLA: the reference and the form for every backend.
+A decode row attends to a shared prefix (its prompt, stored once as pages) and to its own suffix. Which row reads which
+page is a work list (`decode_work`); the device loops over its active items, so rows come and go one by one with static
+shapes and the cost follows the work. One float32 online softmax runs over a row's prefix pages and then over its suffix
+blocks: the merge is exact.
+Not for prefill or training (see tree_attention). Here are the choice of the form, the plain-XLA form and the reference.
+
+There is no other, unshared path to fall back to: a prefix that one row reads is an item of one row, with the bytes and
+the products of the unshared kernel.
 
 Invariant: a row's result depends on its own query, pages and suffix only, bit for bit, never on its place in the batch.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,83 +19,70 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlax_stack.pallas_kernels import dispatch, shared_prefix_decode_tpu
+from rlax_stack.pallas_kernels.decode_work import DecodeItems, PrefixView, WorkList, decode_items
+
 _NEGATIVE = -1e30  # finite, so that exp(masked - max) is 0 and never NaN
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefixView:
-  """What one row reads: the pages of its prefix in order, and the prefix's length in tokens."""
+class KVScales(NamedTuple):
+  """Scales of quantised keys and values, float32, one per token and key head."""
 
-  pages: tuple[int, ...]
-  length: int
-
-
-class WorkList(NamedTuple):
-  """Items of one decode step; I items at most, B blocks of R rows, M rows. All int32."""
-
-  item_page: Any  # [I] page to read
-  item_start: Any  # [I] position of the page's first token
-  item_length: Any  # [I] valid tokens in the page
-  item_block: (
-    Any  # [I] block of rows that reads it; items of a block are adjacent and in page order
-  )
-  block_rows: Any  # [B, R] row ids; the last row of a short block is repeated
-  row_block: Any  # [M] block of each row
-  row_index: Any  # [M] place of each row in its block
-  num_items: Any  # [] active items
+  prefix_k: jax.Array  # [L, N, K, page_size]
+  prefix_v: jax.Array
+  suffix_k: jax.Array  # [L, S / block, M, K, block]
+  suffix_v: jax.Array
 
 
-def make_work_list(
-  views: Sequence[PrefixView | None], *, page_size: int, rows_per_block: int, max_items: int
-) -> WorkList:
-  """Groups the rows by prefix (numpy, on the host).
+class DecodePlan(NamedTuple):
+  """What one decode step reads and how; made once per step, it serves every layer."""
+
+  implementation: str  # 'pallas' or 'xla'
+  window: int | None
+  prefix_length: jax.Array  # int32 [M]
+  suffix_length: jax.Array  # int32 [M]
+  work: WorkList
+  items: DecodeItems | None  # of the Pallas form
+
+
+def plan_decode(
+  work: WorkList,
+  prefix_length: jax.Array,
+  suffix_length: jax.Array,
+  *,
+  suffix_blocks: int,
+  suffix_block: int,
+  window: int | None = None,
+  implementation: str = 'auto',
+) -> DecodePlan:
+  """Lists what a step reads.
 
   Args:
-    views: one per row; None for a row that is not decoding.
-    page_size: tokens in a page.
-    rows_per_block: rows that share one read of a page.
-    max_items: static size of the item arrays.
+    work: the prefix items; rows that are not in it get finite values without meaning.
+    prefix_length: int32 [M], tokens of each row's prefix (used by the window only).
+    suffix_length: int32 [M], own tokens of each row, >= 1 where the row is in the work list, else 0.
+    suffix_blocks: blocks that the suffix of a row has room for.
+    suffix_block: tokens in one.
+    window: a query sees the newest `window` tokens, itself included; None sees all.
+    implementation: 'auto', 'pallas' (TPU) or 'xla'; 'auto' is 'pallas' on a TPU.
 
   Raises:
-    ValueError: more items than `max_items`.
+    ValueError: an implementation that does not exist or is absent here.
   """
-  num_rows = len(views)
-  groups: dict[tuple[int, ...], list[int]] = {}
-  lengths: dict[tuple[int, ...], int] = {}
-  for row, view in enumerate(views):
-    if view is not None:
-      groups.setdefault(view.pages, []).append(row)
-      lengths.setdefault(view.pages, view.length)
-  block_rows = np.zeros((num_rows, rows_per_block), np.int32)
-  row_block, row_index = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
-  items, block = [], 0
-  for pages, rows in groups.items():
-    length = lengths[pages]
-    for first in range(0, len(rows), rows_per_block):
-      members = rows[first : first + rows_per_block]
-      block_rows[block] = members + [members[-1]] * (rows_per_block - len(members))
-      row_block[members], row_index[members] = block, range(len(members))
-      starts = range(0, length, page_size)
-      items += [(pages[s // page_size], s, min(page_size, length - s), block) for s in starts]
-      block += 1
-  if len(items) > max_items:
-    raise ValueError(
-      f'The work list has {len(items)} items but room for {max_items}. Raise max_items.'
+  platform = dispatch.target_device(None).platform
+  absent = None if platform == 'tpu' else f'it is for TPU, and this is {platform}'
+  chosen = dispatch.choose('shared-prefix decode', implementation, absent=absent)
+  items = None
+  if chosen == 'pallas':
+    items = decode_items(
+      work,
+      prefix_length,
+      suffix_length,
+      suffix_blocks=suffix_blocks,
+      suffix_block=suffix_block,
+      window=window,
     )
-  table = np.zeros((4, max_items), np.int32)
-  if items:
-    table[:, : len(items)] = np.asarray(items, np.int32).T
-  page, start, length, block_of = table
-  return WorkList(
-    item_page=page,
-    item_start=start,
-    item_length=length,
-    item_block=block_of,
-    block_rows=block_rows,
-    row_block=row_block,
-    row_index=row_index,
-    num_items=np.int32(len(items)),
-  )
+  return DecodePlan(chosen, window, prefix_length, suffix_length, work, items)
 
 
 class _Softmax(NamedTuple):
@@ -104,20 +93,38 @@ class _Softmax(NamedTuple):
   values: jax.Array  # [..., C, Dh]
 
 
-def _absorb(state: _Softmax, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> _Softmax:
-  """Adds keys k, values v [..., S, Dh] to the softmax of q [..., C, Dh]; seen is bool [..., C or 1, S]."""
+class _Keys(NamedTuple):
+  """Keys and values of one read, [..., S, Dh], with their scales [..., S] where they are quantised."""
+
+  k: jax.Array
+  v: jax.Array
+  k_scale: jax.Array | None = None
+  v_scale: jax.Array | None = None
+
+
+def _absorb(
+  state: _Softmax, q: jax.Array, keys: _Keys, seen: jax.Array, soft_cap: float | None
+) -> _Softmax:
+  """Adds keys and values to the softmax of q [..., C, Dh]; seen is bool [..., C or 1, S]."""
+  k, v = keys.k.astype(q.dtype), keys.v.astype(q.dtype)
   batch = tuple(range(q.ndim - 2))
   last = q.ndim - 1
   # [S, C] and not [C, S]: with few queries the CPU's matmul is several times quicker this way round.
   scores = jax.lax.dot_general(
     k, q, (((last,), (last,)), (batch, batch)), preferred_element_type=jnp.float32
   )
-  scores = jnp.where(seen, jnp.swapaxes(scores, -1, -2), _NEGATIVE)
+  scores = jnp.swapaxes(scores, -1, -2)
+  if keys.k_scale is not None:
+    scores = scores * keys.k_scale[..., None, :]
+  if soft_cap is not None:
+    scores = soft_cap * jnp.tanh(scores / soft_cap)
+  scores = jnp.where(seen, scores, _NEGATIVE)
   largest = jnp.maximum(state.largest, scores.max(-1))
   weights = jnp.exp(scores - largest[..., None])
   keep = jnp.exp(state.largest - largest)
+  of_values = weights if keys.v_scale is None else weights * keys.v_scale[..., None, :]
   weighted = jax.lax.dot_general(
-    weights.astype(v.dtype),
+    of_values.astype(v.dtype),
     v,
     (((last,), (last - 1,)), (batch, batch)),
     preferred_element_type=jnp.float32,
@@ -140,42 +147,44 @@ def _page(table: jax.Array, layer: int | jax.Array, page: jax.Array) -> jax.Arra
   return jax.lax.dynamic_slice(table, start, (1, 1, *table.shape[2:]))[0, 0]
 
 
+def _read(tables: tuple[Any, ...], layer: int | jax.Array, page: jax.Array) -> _Keys:
+  """A page of keys and values, and of their scales where there are any."""
+  return _Keys(*(None if table is None else _page(table, layer, page) for table in tables))
+
+
 def _over_prefixes(
   q: jax.Array,
-  prefix_k: jax.Array,
-  prefix_v: jax.Array,
-  work: WorkList,
+  tables: tuple[Any, ...],
+  plan: DecodePlan,
   layer: int | jax.Array,
-  oldest: Any,
+  soft_cap: float | None,
 ) -> _Softmax:
   """Softmax state of every row [M, K, R] over its prefix; q [M, K, R, Dh]."""
-  num_rows, num_kv, ratio, head_dim = q.shape
+  _, num_kv, ratio, head_dim = q.shape
+  work = plan.work
   rows_per_block = work.block_rows.shape[1]
   columns = rows_per_block * ratio
-  page_size = prefix_k.shape[3]
+  page_size = tables[0].shape[3]
   token = jnp.arange(page_size, dtype=jnp.int32)
+  place = jnp.arange(columns, dtype=jnp.int32)[:, None]
 
   def absorb_item(i: jax.Array, blocks: _Softmax) -> _Softmax:
     block = work.item_block[i]
     rows = work.block_rows[block]
     queries = q[rows].transpose(1, 0, 2, 3).reshape(num_kv, columns, head_dim)
-    seen = jnp.broadcast_to(token < work.item_length[i], (1, 1, page_size))
-    if oldest is not None:
-      visible = (work.item_start[i] + token)[None, :] >= oldest[rows][:, None]
+    reads = (place >= work.item_first[i] * ratio) & (place < work.item_last[i] * ratio)
+    seen = (reads & (token < work.item_length[i])[None])[None]
+    if plan.window is not None:
+      oldest = (plan.prefix_length + plan.suffix_length - plan.window)[rows]
+      visible = (work.item_start[i] + token)[None, :] >= oldest[:, None]
       seen = seen & jnp.repeat(visible, ratio, axis=0)[None]
     fresh = work.item_start[i] == 0
     state = jax.tree.map(
-      lambda table, empty: jnp.where(fresh, empty, table[block]),
+      lambda table, empty: jnp.where(fresh & (work.item_first[i] == 0), empty, table[block]),
       blocks,
       _empty((num_kv, columns), head_dim),
     )
-    state = _absorb(
-      state,
-      queries,
-      _page(prefix_k, layer, work.item_page[i]),
-      _page(prefix_v, layer, work.item_page[i]),
-      seen,
-    )
+    state = _absorb(state, queries, _read(tables, layer, work.item_page[i]), seen, soft_cap)
     return jax.tree.map(
       lambda table, new: jax.lax.dynamic_update_index_in_dim(table, new, block, 0), blocks, state
     )
@@ -196,52 +205,87 @@ def shared_prefix_decode(
   prefix_v: jax.Array,
   suffix_k: jax.Array,
   suffix_v: jax.Array,
-  prefix_length: jax.Array,
-  suffix_length: jax.Array,
-  work: WorkList,
+  plan: DecodePlan,
   *,
   layer: int | jax.Array = 0,
-  window: int | None = None,
   scale: float | None = None,
+  soft_cap: float | None = None,
+  sinks: jax.Array | None = None,
+  kv_scales: KVScales | None = None,
 ) -> jax.Array:
   """One query per row against its shared prefix and its own suffix (the newest token included).
 
   Args:
     q: [M, H, Dh], rotated, unscaled.
-    prefix_k, prefix_v: [L, N, K, page_size, Dh], pages of all prefixes.
+    prefix_k, prefix_v: [L, N, K, page_size, Dh], pages of all prefixes; in the dtype of q, or int8 or fp8 with scales.
     suffix_k, suffix_v: [L, S / block, M, K, block, Dh], each row's own tokens in blocks.
-    prefix_length: int32 [M], tokens of each row's prefix (used by the window only).
-    suffix_length: int32 [M], own tokens of each row, >= 1 where the row is in the work list.
-    work: the work list; rows that are not in it get finite values without meaning.
+    plan: from `plan_decode`.
     layer: which of the L layers to read; may be traced.
-    window: a query sees the newest `window` tokens, itself included; None sees all.
     scale: of the scores; None is Dh**-0.5.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap); None for none.
+    sinks: float32 [H], a score per head that takes part in the softmax and has no value; None for none.
+    kv_scales: of quantised keys and values; None where they are not.
 
   Returns:
     [M, H, Dh] in q's dtype; softmax in float32.
   """
   num_rows, num_heads, head_dim = q.shape
-  num_kv, block_size = suffix_k.shape[3], suffix_k.shape[4]
+  num_kv = prefix_k.shape[2]
   factor = head_dim**-0.5 if scale is None else scale
   q4 = (q.astype(jnp.float32) * factor).astype(q.dtype)
   q4 = q4.reshape(num_rows, num_kv, num_heads // num_kv, head_dim)
-  oldest = None if window is None else prefix_length + suffix_length - window
-  state = _over_prefixes(q4, prefix_k, prefix_v, work, layer, oldest)
+  scales = KVScales(None, None, None, None) if kv_scales is None else kv_scales  # pyright: ignore[reportArgumentType]
+  prefix = (prefix_k, prefix_v, scales.prefix_k, scales.prefix_v)
+  suffix = (suffix_k, suffix_v, scales.suffix_k, scales.suffix_v)
+  if plan.items is not None:
+    state = _Softmax(
+      *shared_prefix_decode_tpu.softmax_state(
+        q4, prefix, suffix, plan.work, plan.items, layer, _oldest(plan), soft_cap
+      )
+    )
+  else:
+    state = _over_prefixes(q4, prefix, plan, layer, soft_cap)
+    state = _over_suffixes(state, q4, suffix, plan, layer, soft_cap)
+  if sinks is not None:
+    sink = sinks.astype(jnp.float32).reshape(1, num_kv, -1)
+    largest = jnp.maximum(state.largest, sink)
+    keep = jnp.exp(state.largest - largest)
+    total = state.total * keep + jnp.exp(sink - largest)
+    state = _Softmax(largest, total, state.values * keep[..., None])
+  total = jnp.where(state.total == 0, 1.0, state.total)
+  return (state.values / total[..., None]).reshape(num_rows, num_heads, head_dim).astype(q.dtype)
+
+
+def _oldest(plan: DecodePlan) -> jax.Array | None:
+  """Position of the oldest token that each row still sees, or None."""
+  if plan.window is None:
+    return None
+  return plan.prefix_length + plan.suffix_length - plan.window
+
+
+def _over_suffixes(
+  state: _Softmax,
+  q: jax.Array,
+  tables: tuple[Any, ...],
+  plan: DecodePlan,
+  layer: int | jax.Array,
+  soft_cap: float | None,
+) -> _Softmax:
+  """Adds every row's own tokens; q [M, K, R, Dh]."""
+  block_size = tables[0].shape[4]
   offset = jnp.arange(block_size, dtype=jnp.int32)[None, :]
+  oldest = _oldest(plan)
 
   def absorb_block(i: jax.Array, state: _Softmax) -> _Softmax:
     index = i * block_size + offset
-    seen = index < suffix_length[:, None]
+    seen = index < plan.suffix_length[:, None]
     if oldest is not None:
-      seen = seen & (prefix_length[:, None] + index >= oldest[:, None])
-    return _absorb(
-      state, q4, _page(suffix_k, layer, i), _page(suffix_v, layer, i), seen[:, None, None, :]
-    )
+      seen = seen & (plan.prefix_length[:, None] + index >= oldest[:, None])
+    keys = _read(tables, layer, i)
+    return _absorb(state, q, keys, seen[:, None, None, :], soft_cap)
 
-  blocks = (jnp.max(suffix_length) + (block_size - 1)) // block_size
-  state = jax.lax.fori_loop(0, blocks, absorb_block, state)
-  total = jnp.where(state.total == 0, 1.0, state.total)
-  return (state.values / total[..., None]).reshape(num_rows, num_heads, head_dim).astype(q.dtype)
+  blocks = (jnp.max(plan.suffix_length) + (block_size - 1)) // block_size
+  return jax.lax.fori_loop(0, blocks, absorb_block, state)
 
 
 def shared_prefix_decode_reference(
@@ -256,6 +300,8 @@ def shared_prefix_decode_reference(
   layer: int = 0,
   window: int | None = None,
   scale: float | None = None,
+  soft_cap: float | None = None,
+  sinks: np.ndarray | None = None,
 ) -> np.ndarray:
   """The same in plain numpy float64, one row at a time; rows without a view get zeros."""
   num_rows, num_heads, head_dim = q.shape
@@ -275,7 +321,13 @@ def shared_prefix_decode_reference(
     k, v = keys_of(prefix_k, suffix_k, row, view), keys_of(prefix_v, suffix_v, row, view)
     queries = q[row].astype(np.float64).reshape(num_kv, -1, head_dim)
     scores = np.einsum('krd,ksd->krs', queries, k) * scale
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
+    if soft_cap is not None:
+      scores = soft_cap * np.tanh(scores / soft_cap)
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+      total = total + np.exp(sinks.astype(np.float64).reshape(num_kv, -1, 1) - top)
+    weights /= total
     out[row] = np.einsum('krs,ksd->krd', weights, v).reshape(num_heads, head_dim)
   return out

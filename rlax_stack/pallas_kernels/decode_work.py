@@ -1,0 +1,200 @@
+"""Which pages each row of a decode step reads, as a list that reads a page once for all rows of a block.
+
+The host turns views of prefixes into a work list (numpy); it changes only when rows come or go. The device adds the
+blocks of each row's own suffix, which grow with every step (`decode_items`): that list is made once per step and
+serves every layer. Rows whose prefixes begin with the same pages lie side by side, so a page of a tree of prefixes
+is read by a run of rows of its block.
+
+Not for attention. Invariant: the items of a block are adjacent, in the order of their positions.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PREFIX, SUFFIX = 0, 1  # kinds of items
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixView:
+  """What one row reads: the pages of its prefix in order, and the prefix's length in tokens."""
+
+  pages: tuple[int, ...]
+  length: int
+
+
+class WorkList(NamedTuple):
+  """Prefix items of one decode step; I items at most, B blocks of R rows, M rows. All int32."""
+
+  item_page: Any  # [I] page to read
+  item_start: Any  # [I] position of the page's first token
+  item_length: Any  # [I] valid tokens in the page
+  item_block: Any  # [I] block of rows that reads it; items of a block are adjacent and in page order
+  item_first: Any  # [I] first place in the block that reads it
+  item_last: Any  # [I] place after the last one that does
+  block_rows: Any  # [B, R] row ids; the last row of a short block is repeated
+  row_block: Any  # [M] block of each row
+  row_index: Any  # [M] place of each row in its block
+  num_items: Any  # [] active items
+
+
+class DecodeItems(NamedTuple):
+  """All items of one decode step, prefix and suffix; C at most, `count` of them active. All int32."""
+
+  kind: jax.Array  # [C] PREFIX or SUFFIX
+  page: jax.Array  # [C] prefix page, or suffix block times M plus row
+  block: jax.Array  # [C] block of rows
+  start: jax.Array  # [C] position of the first token
+  length: jax.Array  # [C] valid tokens
+  first: jax.Array  # [C] first place in the block that reads it
+  last: jax.Array  # [C] place after the last one that does
+  count: jax.Array  # []
+
+
+def make_work_list(
+  views: Sequence[PrefixView | None], *, page_size: int, rows_per_block: int, max_items: int
+) -> WorkList:
+  """Puts rows with common pages side by side and lists what each block of rows reads (numpy, on the host).
+
+  Args:
+    views: one per row; None for a row that is not decoding.
+    page_size: tokens in a page.
+    rows_per_block: rows that share one read of a page.
+    max_items: static size of the item arrays.
+
+  Raises:
+    ValueError: more items than `max_items`.
+  """
+  num_rows = len(views)
+  block_rows = np.zeros((num_rows, rows_per_block), np.int32)
+  row_block, row_index = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+  items: list[tuple[int, ...]] = []
+  for block, members in enumerate(_blocks(views, rows_per_block)):
+    block_rows[block] = members + [members[-1]] * (rows_per_block - len(members))
+    row_block[members], row_index[members] = block, range(len(members))
+    items += _block_items([views[row] for row in members], block, page_size)
+  if len(items) > max_items:
+    raise ValueError(
+      f'The work list has {len(items)} items but room for {max_items}. Raise max_items.'
+    )
+  table = np.zeros((6, max_items), np.int32)
+  if items:
+    table[:, : len(items)] = np.asarray(items, np.int32).T
+  page, start, length, block_of, first, last = table
+  return WorkList(
+    item_page=page,
+    item_start=start,
+    item_length=length,
+    item_block=block_of,
+    item_first=first,
+    item_last=last,
+    block_rows=block_rows,
+    row_block=row_block,
+    row_index=row_index,
+    num_items=np.int32(len(items)),
+  )
+
+
+def _blocks(views: Sequence[PrefixView | None], rows_per_block: int) -> Iterator[list[int]]:
+  """Row ids by block: groups in the order of their first row, groups of one tree behind one another.
+
+  A block never joins rows that share no page: what one reads would keep the others waiting.
+  """
+  trees: dict[int, dict[tuple[int, ...], list[int]]] = {}
+  for row, view in enumerate(views):
+    if view is not None:
+      root = view.pages[0] if view.pages else -1 - row
+      trees.setdefault(root, {}).setdefault(view.pages, []).append(row)
+  for tree in trees.values():
+    ordered = sorted(tree) if len(tree) > 1 else list(tree)
+    rows = [row for pages in ordered for row in tree[pages]]
+    for first in range(0, len(rows), rows_per_block):
+      yield rows[first : first + rows_per_block]
+
+
+def _block_items(
+  views: Sequence[PrefixView | None], block: int, page_size: int
+) -> list[tuple[int, ...]]:
+  """Items of one block: at every depth one per run of rows that read the same page to the same length."""
+  members = [view for view in views if view is not None]
+  items: list[tuple[int, ...]] = []
+  depth = 0
+  while any(depth * page_size < view.length for view in members):
+    start = depth * page_size
+    reads = [
+      (view.pages[depth], min(page_size, view.length - start)) if start < view.length else None
+      for view in members
+    ]
+    first = 0
+    for last in range(1, len(reads) + 1):
+      if last == len(reads) or reads[last] != reads[first]:
+        read = reads[first]
+        if read is not None:
+          items.append((read[0], start, read[1], block, first, last))
+        first = last
+    depth += 1
+  return items
+
+
+def decode_items(
+  work: WorkList,
+  prefix_length: jax.Array,
+  suffix_length: jax.Array,
+  *,
+  suffix_blocks: int,
+  suffix_block: int,
+  window: int | None = None,
+) -> DecodeItems:
+  """Adds the blocks of the rows' own suffixes to the prefix items; on the device.
+
+  Args:
+    work: the prefix items.
+    prefix_length: int32 [M], tokens of each row's prefix.
+    suffix_length: int32 [M], own tokens of each row; 0 for a row that is not in the work list.
+    suffix_blocks: blocks that a row has room for.
+    suffix_block: tokens in one.
+    window: items that no row of theirs sees any more are left out; None keeps all.
+
+  Returns:
+    DecodeItems with room for I + M * suffix_blocks.
+  """
+  num_rows = suffix_length.shape[0]
+  index = jnp.arange(work.item_page.shape[0], dtype=jnp.int32)
+  of_block = jnp.arange(suffix_blocks, dtype=jnp.int32)[:, None]
+  row = jnp.arange(num_rows, dtype=jnp.int32)[None]
+  begins = of_block * suffix_block
+  own = jnp.clip(suffix_length[None] - begins, 0, suffix_block)
+  live = own > 0
+  is_prefix = index < work.num_items
+  if window is not None:
+    oldest = prefix_length + suffix_length - window
+    live = live & (prefix_length[None] + begins + own > oldest[None])
+    sees = jnp.where(suffix_length > 0, oldest, jnp.iinfo(jnp.int32).max)
+    of_rows = jax.ops.segment_min(sees, work.row_block, num_segments=num_rows)
+    is_prefix = is_prefix & (work.item_start + work.item_length > of_rows[work.item_block])
+
+  def both(prefix, suffix):
+    suffix = jnp.broadcast_to(suffix, (suffix_blocks, num_rows))
+    return jnp.concatenate([jnp.asarray(prefix, jnp.int32), suffix.reshape(-1).astype(jnp.int32)])
+
+  blocks = both(work.item_block, work.row_block[None])
+  wanted = both(is_prefix, live) > 0
+  # Prefix pages first, then row by row; what is not wanted goes to the end.
+  place = both(index, index.size + work.row_index[None] * suffix_blocks + of_block)
+  order = jnp.lexsort((place, jnp.where(wanted, blocks, jnp.iinfo(jnp.int32).max)))
+  columns = DecodeItems(
+    kind=both(jnp.full_like(index, PREFIX), jnp.full_like(row, SUFFIX)),
+    page=both(work.item_page, of_block * num_rows + row),
+    block=blocks,
+    start=both(work.item_start, prefix_length[None] + begins),
+    length=both(work.item_length, own),
+    first=both(work.item_first, work.row_index[None]),
+    last=both(work.item_last, work.row_index[None] + 1),
+    count=jnp.sum(wanted, dtype=jnp.int32),
+  )
+  sorted_columns = [column[order] for column in columns[:-1]]
+  return DecodeItems(*sorted_columns, columns.count)

@@ -1,0 +1,47 @@
+"""Compiles for described TPU topologies on a machine without one; needs libtpu (make aot)."""
+
+import os
+
+# Before libtpu is loaded: no machine is asked what it is, and two test processes may load it at once.
+os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+from rlax_stack import sharding  # noqa: E402
+
+GENERATIONS = {'v5e': 'v5e:2x2', 'v5p': 'v5p:2x2x1', 'v6e': 'v6e:2x2', 'tpu7x': 'tpu7x:2x2x1'}
+
+
+@pytest.fixture(scope='session')
+def make_tpu_mesh():
+  """Function (generation, mesh sizes) -> a mesh over as many of its described devices."""
+
+  def make(generation, **sizes):
+    topology = topologies.get_topology_desc(platform='tpu', topology_name=GENERATIONS[generation])
+    shape = sharding.MeshShape(**sizes)
+    count = 1
+    for size in shape.sizes:
+      count *= size
+    return sharding.make_mesh(shape, list(topology.devices)[:count])
+
+  return make
+
+
+@pytest.fixture(scope='session')
+def compile_for():
+  """Function (mesh, function, {name: (shape, dtype, spec)}) -> the compiled program."""
+
+  def compile_(mesh, function, **arguments):
+    shapes = [
+      jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+      for shape, dtype, spec in arguments.values()
+    ]
+    # Mosaic asks for the device it lowers to; none is attached, so the mesh must say it.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return jax.jit(function).lower(*shapes).compile()
+
+  return compile_

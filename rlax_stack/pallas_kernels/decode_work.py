@@ -33,7 +33,9 @@ class WorkList(NamedTuple):
   item_page: Any  # [I] page to read
   item_start: Any  # [I] position of the page's first token
   item_length: Any  # [I] valid tokens in the page
-  item_block: Any  # [I] block of rows that reads it; items of a block are adjacent and in page order
+  item_block: (
+    Any  # [I] block of rows that reads it; items of a block are adjacent and in page order
+  )
   item_first: Any  # [I] first place in the block that reads it
   item_last: Any  # [I] place after the last one that does
   block_rows: Any  # [B, R] row ids; the last row of a short block is repeated
@@ -46,13 +48,17 @@ class DecodeItems(NamedTuple):
   """All items of one decode step, prefix and suffix; C at most, `count` of them active. All int32."""
 
   kind: jax.Array  # [C] PREFIX or SUFFIX
-  page: jax.Array  # [C] prefix page, or suffix block times M plus row
+  prefix_page: jax.Array  # [C] prefix page; of a suffix item that of the prefix item before it
+  suffix_page: (
+    jax.Array
+  )  # [C] suffix block times M plus row; of a prefix item that of the suffix item before it
   block: jax.Array  # [C] block of rows
   start: jax.Array  # [C] position of the first token
   length: jax.Array  # [C] valid tokens
   first: jax.Array  # [C] first place in the block that reads it
   last: jax.Array  # [C] place after the last one that does
   count: jax.Array  # []
+  has_items: jax.Array  # bool [M], whether the block of a row has any
 
 
 def make_work_list(
@@ -186,15 +192,25 @@ def decode_items(
   # Prefix pages first, then row by row; what is not wanted goes to the end.
   place = both(index, index.size + work.row_index[None] * suffix_blocks + of_block)
   order = jnp.lexsort((place, jnp.where(wanted, blocks, jnp.iinfo(jnp.int32).max)))
-  columns = DecodeItems(
-    kind=both(jnp.full_like(index, PREFIX), jnp.full_like(row, SUFFIX)),
-    page=both(work.item_page, of_block * num_rows + row),
-    block=blocks,
-    start=both(work.item_start, prefix_length[None] + begins),
-    length=both(work.item_length, own),
-    first=both(work.item_first, work.row_index[None]),
-    last=both(work.item_last, work.row_index[None] + 1),
+  kind = both(jnp.full_like(index, PREFIX), jnp.full_like(row, SUFFIX))[order]
+  page = both(work.item_page, of_block * num_rows + row)[order]
+  visited = jax.ops.segment_max(wanted.astype(jnp.int32), blocks, num_segments=num_rows) > 0
+  return DecodeItems(
+    kind=kind,
+    prefix_page=_latest(page, kind == PREFIX),
+    suffix_page=_latest(page, kind == SUFFIX),
+    block=blocks[order],
+    start=both(work.item_start, prefix_length[None] + begins)[order],
+    length=both(work.item_length, own)[order],
+    first=both(work.item_first, work.row_index[None])[order],
+    last=both(work.item_last, work.row_index[None] + 1)[order],
     count=jnp.sum(wanted, dtype=jnp.int32),
+    has_items=visited[work.row_block],
   )
-  sorted_columns = [column[order] for column in columns[:-1]]
-  return DecodeItems(*sorted_columns, columns.count)
+
+
+def _latest(value: jax.Array, where: jax.Array) -> jax.Array:
+  """At every place the value of the latest place where `where` holds; 0 before the first."""
+  places = jnp.arange(value.size, dtype=jnp.int32)
+  latest = jax.lax.cummax(jnp.where(where, places, -1))
+  return jnp.where(latest >= 0, value[jnp.maximum(latest, 0)], 0)

@@ -1,4 +1,4 @@
-"""Shared-prefix decode as one Pallas kernel for TPU: a grid over the items of a step, in the order of the blocks of rows.
+"""Shared-prefix decode as one Pallas kernel for TPU: a grid over the items of a step, block of rows by block of rows.
 
 The TPU runs its grid in order, so one float32 online softmax per block of rows lives in VMEM while the block's prefix
 pages and then its rows' own suffix blocks pass by: no partial results in HBM, no merge. A page brings all its key heads
@@ -34,7 +34,7 @@ def softmax_state(
   soft_cap: float | None,
   *,
   interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
   """The online softmax of every row over its prefix and its suffix.
 
   Args:
@@ -84,7 +84,7 @@ def softmax_state(
     kernel,
     out_shape=(state, state, values),
     grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=8,
+      num_scalar_prefetch=9,
       grid=(items.count,),
       in_specs=in_specs,
       out_specs=[
@@ -102,27 +102,27 @@ def softmax_state(
     interpret=interpret,
     name='shared_prefix_decode',
   )(*_scalars(items, layer), *inputs)
-  return _of_rows(out, work, ratio)
+  return _of_rows(out, work, items, ratio)
 
 
 def _scalars(items: DecodeItems, layer: int | jax.Array) -> tuple[jax.Array, ...]:
   """What index maps and the kernel read of the items: one int32 array each, and the layer."""
-  columns = (items.kind, items.page, items.block, items.start, items.length)
-  return (*columns, items.first, items.last, jnp.asarray(layer, jnp.int32).reshape(1))
+  pages = (items.kind, items.prefix_page, items.suffix_page)
+  spans = (items.block, items.start, items.length, items.first, items.last)
+  return (*pages, *spans, jnp.asarray(layer, jnp.int32).reshape(1))
 
 
-def _of_rows(out, work: WorkList, ratio: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _of_rows(out, work: WorkList, items: DecodeItems, ratio: int) -> tuple[jax.Array, ...]:
   """Blocks back to rows; blocks that no item visited were never written."""
-  top, total, values = out
   places = work.block_rows.shape[1]
-  visited = work.row_block < jnp.max(jnp.where(work.row_block >= 0, work.row_block, 0)) + 1
-  del visited
 
   def rows_of(x):
     x = x[:, :, : places * ratio].reshape(x.shape[0], x.shape[1], places, ratio, x.shape[3])
-    return x[work.row_block, :, work.row_index]
+    x = x[work.row_block, :, work.row_index]
+    return jnp.where(items.has_items[:, None, None, None], x, 0)
 
-  return rows_of(top)[..., 0], rows_of(total)[..., 0], rows_of(values)
+  top, total, values = (rows_of(x) for x in out)
+  return top[..., 0], total[..., 0], values
 
 
 def _with_lanes(x: jax.Array) -> jax.Array:
@@ -130,8 +130,8 @@ def _with_lanes(x: jax.Array) -> jax.Array:
   return x[:, :, :, None] if x.ndim == 4 else x
 
 
-def _of_block(i, kind, page, block, *rest):
-  del kind, page, rest
+def _of_block(i, kind, prefix_page, suffix_page, block, *rest):
+  del kind, prefix_page, suffix_page, rest
   return block[i], 0, 0, 0
 
 
@@ -139,20 +139,16 @@ def _table_spec(x: jax.Array, *, of_prefix: bool) -> pl.BlockSpec:
   """All key heads of one page. Items of the other kind stay at the page read last, so nothing is fetched."""
   shape = (1, 1, *(x.shape[2:] if x.ndim == 5 else (x.shape[2], 1, x.shape[3])))
 
-  def index(i, kind, page, block, start, length, first, last, layer):
-    del block, start, length, first
-    here = page[i] if of_prefix else page[i]
-    mine = (kind[i] == PREFIX) == of_prefix
-    return layer[0], jnp.where(mine, here, last[i] * 0), 0, 0, 0
+  def index(i, kind, prefix_page, suffix_page, *rest):
+    del kind
+    return rest[-1][0], (prefix_page if of_prefix else suffix_page)[i], 0, 0, 0
 
   return pl.BlockSpec(shape, index)
 
 
-def _kernel(
-  kind, page, block, start, length, first, last, layer, *refs, soft_cap, ratio, scaled, windowed
-):
-  del page, layer
-  refs = list(refs)
+def _kernel(*refs, soft_cap, ratio, scaled, windowed):
+  kind, _, _, block, start, length, first, last, _ = refs[:9]
+  refs = list(refs[9:])
   q_ref = refs.pop(0)
   width = 4 if scaled else 2
   prefix, refs = refs[:width], refs[width:]
@@ -194,7 +190,9 @@ def _kernel(
       if v_scale_ref is not None:
         weights = weights * jnp.where(seen, v_scale_ref[0, 0, head], 0)
       v = jnp.where(there, v_ref[0, 0, head].astype(q.dtype), 0)
-      values_ref[0, head] = shrink[:, :1] * values_ref[0, head] + _dot(weights.astype(q.dtype), v, 0)
+      values_ref[0, head] = shrink[:, :1] * values_ref[0, head] + _dot(
+        weights.astype(q.dtype), v, 0
+      )
       top_ref[0, head] = new_top
 
   @pl.when((i < count) & (kind[i] == PREFIX))

@@ -16,7 +16,8 @@ import numpy as np
 from rlax_stack import rng
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
-from rlax_stack.pallas_kernels.shared_prefix_decode import WorkList, shared_prefix_decode
+from rlax_stack.pallas_kernels.decode_work import WorkList
+from rlax_stack.pallas_kernels.shared_prefix_decode import plan_decode, shared_prefix_decode
 from rlax_stack.rollout import prefill as prefill_lib
 from rlax_stack.rollout import serving
 from rlax_stack.rollout.engine_state import (
@@ -64,7 +65,14 @@ def _logits(
   slots = jnp.arange(engine.slots, dtype=jnp.int32)
   index = jnp.clip(rows.count - 1, 0, engine.suffix_blocks * engine.suffix_block - 1)
   block, place = index // engine.suffix_block, index % engine.suffix_block
-  suffix_length = jnp.where(rows.active, rows.count, 0)
+  plan = plan_decode(
+    work,
+    rows.position + 1 - rows.count,
+    jnp.where(rows.active, rows.count, 0),
+    suffix_blocks=engine.suffix_blocks,
+    suffix_block=engine.suffix_block,
+    window=config.sliding_window,
+  )
   # The barrier keeps sine and cosine from being computed again in every layer.
   sin, cos = jax.lax.optimization_barrier(serving.column_rotation(config, rows.position))
   x = decoder.embed(params.model, rows.token, engine.compute_dtype).T
@@ -81,11 +89,8 @@ def _logits(
       state.prefix_v,
       suffix_k,
       suffix_v,
-      rows.position + 1 - rows.count,
-      suffix_length,
-      work,
+      plan,
       layer=layer,
-      window=config.sliding_window,
     )
     return serving.finish_layer(params, config, layer, x, attended), suffix_k, suffix_v
 

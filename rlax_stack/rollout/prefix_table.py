@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rlax_stack.pallas_kernels.shared_prefix_decode import PrefixView
+from rlax_stack.pallas_kernels.decode_work import PrefixView
 
 PrefixKey = tuple[int, bytes]
 

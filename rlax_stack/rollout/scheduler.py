@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from rlax_stack.errors import FleetError
-from rlax_stack.pallas_kernels.shared_prefix_decode import WorkList, make_work_list
+from rlax_stack.pallas_kernels.decode_work import WorkList, make_work_list
 from rlax_stack.rollout.engine import Engine
 from rlax_stack.rollout.engine_state import LENGTH, RUNNING, STOPPED, NewRows, ResultTokens
 from rlax_stack.rollout.new_rows import make_new_rows

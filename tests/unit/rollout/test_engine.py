@@ -5,7 +5,7 @@ import numpy as np
 
 from rlax_stack import rng
 from rlax_stack.compile_counter import CompileCounter
-from rlax_stack.pallas_kernels.shared_prefix_decode import PrefixView, make_work_list
+from rlax_stack.pallas_kernels.decode_work import PrefixView, make_work_list
 from rlax_stack.rollout.engine import Engine
 from rlax_stack.rollout.engine_state import LENGTH, RUNNING, NewRows
 from rlax_stack.rollout.sampler import RowSampling

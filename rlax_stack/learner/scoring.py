@@ -81,6 +81,7 @@ def target_log_probs(
     rows.target_t.reshape(-1),
     mask=rows.mask_t.reshape(-1),
     temperature=settings.temperature,
+    mesh=mesh,
   )
   return jax.tree.map(lambda x: x.reshape(rows.target_t.shape), scored)
 

@@ -18,7 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from rlax_stack import sharding
 from rlax_stack.pallas_kernels import dispatch, shared_prefix_decode_tpu
 from rlax_stack.pallas_kernels.decode_work import DecodeItems, PrefixView, WorkList, decode_items
 
@@ -43,6 +46,7 @@ class DecodePlan(NamedTuple):
   suffix_length: jax.Array  # int32 [M]
   work: WorkList
   items: DecodeItems | None  # of the Pallas form
+  mesh: Mesh | None  # heads lie over its tensor axis
 
 
 def plan_decode(
@@ -54,6 +58,7 @@ def plan_decode(
   suffix_block: int,
   window: int | None = None,
   implementation: str = 'auto',
+  mesh: Mesh | None = None,
 ) -> DecodePlan:
   """Lists what a step reads.
 
@@ -65,11 +70,12 @@ def plan_decode(
     suffix_block: tokens in one.
     window: a query sees the newest `window` tokens, itself included; None sees all.
     implementation: 'auto', 'pallas' (TPU) or 'xla'; 'auto' is 'pallas' on a TPU.
+    mesh: heads of queries and keys lie over its tensor axis, rows and pages are whole. None: arrays are whole.
 
   Raises:
     ValueError: an implementation that does not exist or is absent here.
   """
-  platform = dispatch.target_device(None).platform
+  platform = dispatch.target_device(mesh).platform
   absent = None if platform == 'tpu' else f'it is for TPU, and this is {platform}'
   chosen = dispatch.choose('shared-prefix decode', implementation, absent=absent)
   items = None
@@ -82,7 +88,7 @@ def plan_decode(
       suffix_block=suffix_block,
       window=window,
     )
-  return DecodePlan(chosen, window, prefix_length, suffix_length, work, items)
+  return DecodePlan(chosen, window, prefix_length, suffix_length, work, items, mesh)
 
 
 class _Softmax(NamedTuple):
@@ -229,14 +235,46 @@ def shared_prefix_decode(
   Returns:
     [M, H, Dh] in q's dtype; softmax in float32.
   """
+  scale = q.shape[-1] ** -0.5 if scale is None else scale
+  arrays = (q, prefix_k, prefix_v, suffix_k, suffix_v, sinks, kv_scales)
+
+  def attend(*arrays):
+    return _attend(*arrays, plan, layer, scale, soft_cap)
+
+  if plan.mesh is None or plan.mesh.size == 1:
+    return attend(*arrays)
+  by_head, of_page, of_row = (
+    P(None, 'tensor'),
+    P(None, None, 'tensor'),
+    P(None, None, None, 'tensor'),
+  )
+  sharding.check_divisible('the queries (rows, heads, width)', q.shape, by_head, plan.mesh)
+  sharding.check_divisible('the pages', prefix_k.shape, of_page, plan.mesh)
+  scale_specs = None if kv_scales is None else KVScales._make([of_page] * 2 + [of_row] * 2)
+  specs = (
+    by_head,
+    of_page,
+    of_page,
+    of_row,
+    of_row,
+    None if sinks is None else P('tensor'),
+    scale_specs,
+  )
+  return jax.shard_map(attend, mesh=plan.mesh, in_specs=specs, out_specs=by_head, check_vma=False)(
+    *arrays
+  )
+
+
+def _attend(
+  q, prefix_k, prefix_v, suffix_k, suffix_v, sinks, kv_scales, plan, layer, factor, soft_cap
+):
+  """`shared_prefix_decode` of the heads at hand."""
   num_rows, num_heads, head_dim = q.shape
   num_kv = prefix_k.shape[2]
-  factor = head_dim**-0.5 if scale is None else scale
   q4 = (q.astype(jnp.float32) * factor).astype(q.dtype)
   q4 = q4.reshape(num_rows, num_kv, num_heads // num_kv, head_dim)
-  scales = KVScales(None, None, None, None) if kv_scales is None else kv_scales  # pyright: ignore[reportArgumentType]
-  prefix = (prefix_k, prefix_v, scales.prefix_k, scales.prefix_v)
-  suffix = (suffix_k, suffix_v, scales.suffix_k, scales.suffix_v)
+  scales = (None,) * 4 if kv_scales is None else tuple(kv_scales)
+  prefix, suffix = (prefix_k, prefix_v, *scales[:2]), (suffix_k, suffix_v, *scales[2:])
   if plan.items is not None:
     state = _Softmax(
       *shared_prefix_decode_tpu.softmax_state(

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from rlax_stack import sharding
+from rlax_stack.errors import ConfigError
 from rlax_stack.pallas_kernels import shared_prefix_decode_tpu
 from rlax_stack.pallas_kernels.decode_work import (
   SUFFIX,
@@ -61,15 +63,14 @@ _STRICT = pltpu.InterpretParams(
 )
 
 
-@functools.partial(jax.jit, static_argnames=('window', 'form', 'scale', 'soft_cap'))
-def _run(arrays, prefix_length, suffix_length, work, *, window, form, **options):
-  q, _, _, suffix_k, _ = arrays
-  sizes = {'suffix_blocks': suffix_k.shape[1], 'suffix_block': suffix_k.shape[4]}
+@functools.partial(jax.jit, static_argnames=('window', 'form', 'scale', 'soft_cap', 'mesh'))
+def _run(arrays, prefix_length, suffix_length, work, *, window, form, mesh=None, **options):
+  suffix_k = arrays[3]
+  sizes = {'suffix_blocks': suffix_k.shape[1], 'suffix_block': suffix_k.shape[4], 'mesh': mesh}
   implementation = 'pallas' if form == 'pallas' else 'xla'
   plan = plan_decode(
     work, prefix_length, suffix_length, window=window, implementation=implementation, **sizes
   )
-  del q
   return shared_prefix_decode(*arrays, plan, **options)
 
 
@@ -131,6 +132,18 @@ def test_quantised_keys_and_values_are_scaled(decode, dtype):
   got = decode(q, *low, _prefix_length(), _SUFFIX, _work(), kv_scales=kv_scales)
   want = shared_prefix_decode_reference(q, *exact, _SUFFIX, _VIEWS)
   np.testing.assert_allclose(np.asarray(got)[_LIVE], want[_LIVE], atol=2e-5)
+
+
+def test_heads_over_tensor_equal_whole_ones(decode):
+  mesh = sharding.make_mesh({'tensor': 2, 'data': 2}, jax.devices()[:4])
+  arrays, sinks = _arrays(), jnp.linspace(-2, 2, _HEADS)
+  split = decode(*arrays, _prefix_length(), _SUFFIX, _work(), sinks=sinks, mesh=mesh)
+  whole = decode(*arrays, _prefix_length(), _SUFFIX, _work(), sinks=sinks)
+  np.testing.assert_allclose(split, whole, atol=1e-6)
+  assert split.sharding.spec[1] == 'tensor'
+  odd = sharding.make_mesh({'tensor': 4}, jax.devices()[:4])
+  with pytest.raises(ConfigError, match='dimension 1 of the queries .* size 6'):
+    decode(*arrays, _prefix_length(), _SUFFIX, _work(), mesh=odd)
 
 
 def test_rows_of_a_tree_read_common_pages_once(decode):

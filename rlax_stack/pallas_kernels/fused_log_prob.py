@@ -194,7 +194,13 @@ def _tile(spec, step, rows, blocks, vocab):
 def _score(spec, rows, head):
   if spec.tpu is not None:
     state = fused_log_prob_tpu.softmax_state(
-      spec.tpu, *rows, head.astype(rows.hidden.dtype), soft_cap=spec.soft_cap, mesh=spec.mesh
+      spec.tpu,
+      rows.hidden,
+      rows.targets,
+      rows.temperature,
+      head.astype(rows.hidden.dtype),
+      soft_cap=spec.soft_cap,
+      mesh=spec.mesh,
     )
   else:
     state = _state(spec, rows, head)

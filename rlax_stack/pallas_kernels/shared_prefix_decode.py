@@ -155,7 +155,7 @@ def _page(table: jax.Array, layer: int | jax.Array, page: jax.Array) -> jax.Arra
 
 def _read(tables: tuple[Any, ...], layer: int | jax.Array, page: jax.Array) -> _Keys:
   """A page of keys and values, and of their scales where there are any."""
-  return _Keys(*(None if table is None else _page(table, layer, page) for table in tables))
+  return _Keys._make(None if table is None else _page(table, layer, page) for table in tables)
 
 
 def _over_prefixes(
@@ -239,7 +239,7 @@ def shared_prefix_decode(
   arrays = (q, prefix_k, prefix_v, suffix_k, suffix_v, sinks, kv_scales)
 
   def attend(*arrays):
-    return _attend(*arrays, plan, layer, scale, soft_cap)
+    return _attend(plan, layer, scale, soft_cap, *arrays)
 
   if plan.mesh is None or plan.mesh.size == 1:
     return attend(*arrays)
@@ -266,7 +266,7 @@ def shared_prefix_decode(
 
 
 def _attend(
-  q, prefix_k, prefix_v, suffix_k, suffix_v, sinks, kv_scales, plan, layer, factor, soft_cap
+  plan, layer, factor, soft_cap, q, prefix_k, prefix_v, suffix_k, suffix_v, sinks, kv_scales
 ):
   """`shared_prefix_decode` of the heads at hand."""
   num_rows, num_heads, head_dim = q.shape

@@ -69,18 +69,22 @@ class Places(NamedTuple):
     return pairs[row * self.capacity + jnp.minimum(step, last)]
 
   def q_rows(self, row, head, step, pairs, counts, origin):
+    """Block of arrays [R, K, query blocks, ...]."""
     del origin
     return row, head, block_tables.q_block_of(self.of(row, step, pairs, counts)), 0, 0
 
   def kv_rows(self, row, head, step, pairs, counts, origin):
+    """Block of arrays [R, K, T, Dh]."""
     del origin
     return row, head, block_tables.kv_block_of(self.of(row, step, pairs, counts)), 0
 
   def q_lane(self, row, head, step, pairs, counts, origin):
+    """Block of arrays [R, 1, T], at the queries: `origin` is their first block in the row."""
     del head
     return row, 0, origin[0] + block_tables.q_block_of(self.of(row, step, pairs, counts))
 
   def kv_lane(self, row, head, step, pairs, counts, origin):
+    """Block of arrays [R, 1, T], at the keys."""
     del head, origin
     return row, 0, block_tables.kv_block_of(self.of(row, step, pairs, counts))
 
@@ -97,6 +101,7 @@ class Step(NamedTuple):
 
 
 def step_of(pairs, counts, origin, capacity, run_of) -> Step:
+  """The step that the grid is at; `run_of` tells the block that a run of steps adds up into."""
   row, step = pl.program_id(0), pl.program_id(2)
   count, base = counts[row], row * capacity
   here = pairs[base + jnp.minimum(step, capacity - 1)]
@@ -151,6 +156,7 @@ def by_kind(step, seen, absorb):
 
 
 def sizes_of(q, k, spec) -> Call:
+  """Sizes of folded queries [R, K, T / block_q, rows, Dh] and keys [R, K, T, Dh]."""
   rows, kv_heads, tokens, head_dim = k.shape
   return Call(rows, kv_heads, q.shape[3] // spec.block_q, tokens, head_dim)
 
@@ -169,7 +175,7 @@ def launch(
     out_shape=outputs,
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=3,
-      grid=(size.rows, size.kv_heads, jnp.max(listed.count)),
+      grid=(size.rows, size.kv_heads, jnp.maximum(jnp.max(listed.count), 1)),
       in_specs=in_specs,
       out_specs=out_specs,
       scratch_shapes=scratch,
@@ -200,6 +206,7 @@ def block_specs(spec, size, places):
 
 
 def mask_inputs(spec, specs, tree):
+  """What the mask is made of, with its block specs: subtree ends, and with a window both positions."""
   arrays, chosen = [tree.subtree_end[:, None]], [specs['kv_lane']]
   if spec.window is not None:
     arrays += [tree.positions[:, None], tree.positions[:, None]]

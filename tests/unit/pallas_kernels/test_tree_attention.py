@@ -293,3 +293,13 @@ def test_xla_form_holds_no_square():
   assert '512,512]' not in text
   dense = _value_and_grads.lower(*inputs, implementation='reference')
   assert '512,512]' in dense.compile().as_text()
+
+
+def test_tokens_left_out_give_zero():
+  q, k, v, positions, ends, _ = _inputs([_layout([(40, [])], 64)])
+  ends = jnp.where(jnp.arange(64)[None] < 40, ends, 0)
+  out = jax.jit(
+    lambda *x: tree_rows.tree_attention_reference(*x, positions, ends, window=None, scale=0.25)
+  )(q, k, v)
+  assert not np.asarray(out[:, 40:]).any()
+  assert np.asarray(out[:, :40]).any()

@@ -98,6 +98,7 @@ def prepare_tree_attention(
   scale: float | None = None,
   implementation: str = 'auto',
   mesh: Mesh | None = None,
+  visits: int = 0,
 ) -> Attend:
   """Makes the block tables of rows once, for every layer that attends over them.
 
@@ -110,6 +111,7 @@ def prepare_tree_attention(
     scale: None for Dh ** -0.5.
     implementation: 'auto', 'pallas', 'xla' or 'reference'.
     mesh: None for whole arrays.
+    visits: block pairs per row that the kernels' cost estimates count; 0 counts all on or below the diagonal.
 
   Returns:
     Function (q, k, v, sinks=None) -> [R, T, H, Dh].
@@ -128,6 +130,7 @@ def prepare_tree_attention(
       'soft_cap': soft_cap,
     },
     mesh=mesh,
+    visits=visits,
   )
   if mesh is not None and mesh.size > 1:
     return _sharded(kernel, positions, subtree_end, shape, mesh)
@@ -139,7 +142,7 @@ def prepare_tree_attention(
   return attend
 
 
-def _kernel(implementation, shape, *, tokens, options, mesh) -> Kernel:
+def _kernel(implementation, shape, *, tokens, options, mesh, visits) -> Kernel:
   device = dispatch.target_device(mesh)
   absent = None if device.platform == 'tpu' else f'it is for TPU, and this is {device.platform}'
   chosen = dispatch.choose('tree attention', implementation, absent=absent)
@@ -153,7 +156,7 @@ def _kernel(implementation, shape, *, tokens, options, mesh) -> Kernel:
       tokens=tokens,
     )
     spec = tree_attention_tpu.TpuSpec(
-      **options, block_q=blocks.q, block_kv=blocks.kv, vmem_limit=blocks.vmem_limit
+      **options, block_q=blocks.q, block_kv=blocks.kv, vmem_limit=blocks.vmem_limit, pairs=visits
     )
     make, attend = tree_attention_tpu.make_tables, tree_attention_tpu.attend
     return Kernel(spec, blocks.q, blocks.kv, window, make, attend)

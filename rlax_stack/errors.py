@@ -47,5 +47,9 @@ class NonFiniteError(RlaxError):
   """Too many steps in a row had a non-finite loss or gradient."""
 
 
+class KernelError(RlaxError):
+  """A kernel whose results on this device are not those of its reference."""
+
+
 class FleetError(RlaxError):
   """A worker, the coordinator or the parameter server failed, or did not answer in time."""

@@ -129,6 +129,6 @@ TABLE = {
     role_baseline,
     formula='A = R − b, b = {decay:g}·b + (1 − {decay:g})·R of {game_key} and {role_key}',
     tags=frozenset({'batch'}),
-    host_state=dict,
+    host_state=lambda: {},
   ),
 }

@@ -23,17 +23,17 @@ def _whole_loss(objective, inputs, state=None):
   return total
 
 
-def _inputs(seed=0, masked=0.0, drift=0.15):
-  """[2, 2, 9]: two trajectories to a row, four groups of two, holes in the mask, padding."""
-  rng, shape = np.random.default_rng(seed), (2, 2, 9)
+def _inputs(seed=0, masked=0.0, drift=0.15, rows=2):
+  """[2, rows, 9]: two trajectories to a row, groups of two, holes in the mask, padding."""
+  rng, shape = np.random.default_rng(seed), (2, rows, 9)
   place = np.arange(9)
-  trajectory = np.arange(4).reshape(2, 2, 1) * 2 + (place >= 4)
+  trajectory = np.arange(2 * rows).reshape(2, rows, 1) * 2 + (place >= 4)
   mask = np.broadcast_to(place < 7, shape) & (rng.random(shape) < 0.85) | (place % 4 == 0)
   mask = mask & (place < 8)
   behaviour = -0.1 - rng.exponential(1.0, shape)
   proximal = np.minimum(behaviour + drift * rng.standard_normal(shape), -0.02)
   current = np.minimum(proximal + drift * rng.standard_normal(shape), -0.01)
-  reward = rng.random(8)
+  reward = rng.random(4 * rows)
 
   def filled(value):
     return jnp.asarray(np.where(mask, value, masked), jnp.float32)
@@ -47,7 +47,7 @@ def _inputs(seed=0, masked=0.0, drift=0.15):
     proximal_log_probs_t=filled(proximal),
     behaviour_log_probs_t=filled(behaviour),
     anchor_log_probs_t=filled(behaviour + 0.1),
-    adv_t=filled((rng.standard_normal(8))[trajectory]),
+    adv_t=filled((rng.standard_normal(4 * rows))[trajectory]),
     reward_t=filled(reward[trajectory]),
     mask_t=jnp.asarray(mask),
     weight_t=filled(0.0),
@@ -130,7 +130,7 @@ def whole_loss():
 
 @pytest.fixture(scope='session')
 def make_inputs():
-  """Function (seed, masked, drift) -> LossInputs of [2, 2, 9]; masked places hold `masked`."""
+  """Function (seed, masked, drift, rows) -> LossInputs of [2, rows, 9]; masked places hold `masked`."""
   return _inputs
 
 

@@ -25,6 +25,7 @@ TAGS = {
   'group': 'compares the samples of a group: group_size must be 2 or more',
   'batch': 'reads rewards of other groups too: of the batch, or of batches before',
   'greedy': 'compares with a greedy sample: one more is drawn per prompt, and not trained on',
+  'steps': 'reads rewards of single steps: some verifier has to give them',
   'critic': 'reads values: needs a critic',
   'anchor': 'reads anchor_log_probs_t: the starting weights are scored at every batch',
   'entropy_gradient': 'differentiates entropy_t',

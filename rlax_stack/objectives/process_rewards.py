@@ -36,7 +36,9 @@ def steps_of(trajectory: Trajectory) -> Steps:
   count = int(turn.max(initial=-1)) + 1 if trajectory.num_sampled else 0
   name = f'trajectory {trajectory.trajectory_id}'
   if trajectory.roles and len(trajectory.roles) != count:
-    raise DataError(f'{name} has {count} turns, but {len(trajectory.roles)} roles. Give one a turn.')
+    raise DataError(
+      f'{name} has {count} turns, but {len(trajectory.roles)} roles. Give one a turn.'
+    )
   values = np.asarray(trajectory.reward.step_values if trajectory.reward else (), np.float64)
   trained = np.flatnonzero(trajectory.mask_t)
   if not values.size or not trained.size:

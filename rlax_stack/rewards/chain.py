@@ -115,9 +115,7 @@ class RewardChain:
       value = math.fsum(part.weight * parts[part.label] for part in self.parts)
       steps = self._steps(verdict)
       rewards.append(
-        Reward(
-          value=value, parts=parts, step_values=tuple(steps.values()), step_ends=tuple(steps)
-        )
+        Reward(value=value, parts=parts, step_values=tuple(steps.values()), step_ends=tuple(steps))
       )
     with self._count_lock:
       self.num_scored += len(rewards)

@@ -174,6 +174,9 @@ VERIFIERS: dict[str, Callable[..., Verifier]] = {
   'reasoning_gym': reasoning_gym,
 }
 
+# Those that give rewards of single steps.
+STEP_VERIFIERS = frozenset({'step_format'})
+
 
 def _normalise(text: str, ignore_case: bool) -> str:
   joined = ' '.join(text.split()).removesuffix('.').rstrip()

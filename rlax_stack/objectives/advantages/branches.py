@@ -1,7 +1,7 @@
 """Advantages that differ within a trajectory: where its group branches.
 
-Not for turns and agents (`roles.py`) or process rewards (`process.py`). Invariant: the samples of a group share a prefix exactly as far as their
-tokens agree, whoever wrote them.
+Not for turns and agents (`roles.py`) or process rewards (`process.py`). Invariant: the samples of a
+group share a prefix exactly as far as their tokens agree, whoever wrote them.
 """
 
 from typing import Annotated

@@ -37,7 +37,5 @@ def greedy_baseline(batch: RewardBatch) -> np.ndarray:
 
 
 TABLE = {
-  'greedy_baseline': Box(
-    greedy_baseline, formula='A = R − R(greedy)', tags=frozenset({'greedy'})
-  ),
+  'greedy_baseline': Box(greedy_baseline, formula='A = R − R(greedy)', tags=frozenset({'greedy'})),
 }

@@ -43,7 +43,7 @@ def step_std(
     scale = rewards.std(ddof=ddof) + eps
     for i in member:
       standard = Steps(whole[i].place, (whole[i].reward - rewards.mean()) / scale)
-      out[i] = np.cumsum(spread(standard, batch.length[i])[::-1])[::-1]
+      out[i] = np.cumsum(spread(standard, int(batch.length[i]))[::-1])[::-1]
   return tuple(out)
 
 
@@ -51,6 +51,6 @@ TABLE = {
   'step_std': Box(
     step_std,
     formula='A = Σ (r − μ_g)/(s_g + {eps:g}) over the steps to go',
-    tags=frozenset({'group'}),
+    tags=frozenset({'group', 'steps'}),
   ),
 }

@@ -59,6 +59,10 @@ def _refined(batch: RewardBatch, refine: Callable[[np.ndarray], np.ndarray]) -> 
 
 
 TABLE = {
-  'process_clip': Box(process_clip, formula='r = min(r − {absolute_high:g}, 0) of steps'),
-  'process_delta': Box(process_delta, formula='r = r − r of the next step'),
+  'process_clip': Box(
+    process_clip, formula='r = min(r − {absolute_high:g}, 0) of steps', tags=frozenset({'steps'})
+  ),
+  'process_delta': Box(
+    process_delta, formula='r = r − r of the next step', tags=frozenset({'steps'})
+  ),
 }

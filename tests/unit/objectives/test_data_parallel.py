@@ -15,6 +15,7 @@ _LISTS = ('corrections', 'regularisers')
 # One of each kind of sum over the batch: plain, by group, a cut at a share of it, a state.
 _QUICK = ('ppo_clip', 'prompt_mean', 'flat_entropy', 'second_moment_mask', 'kl_cov')
 
+
 def _has_device_part(slot, box):
   """Advantages of the host alone are numbers like any others here."""
   return slot != 'shaping' and (slot != 'advantage' or box.token_advantages is not None)

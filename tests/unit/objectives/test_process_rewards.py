@@ -105,9 +105,7 @@ def test_the_batch_holds_steps_and_token_rewards_that_sum_to_the_reward():
   whole = _episode(_TURNS, Reward(value=2.0, step_values=(0.5, 0.25, -1.0)))
   plain = _episode(_TURNS, Reward(value=0.75))
   prompt = Prompt(prompt_id='p', messages=(), answer='')
-  group = Group(
-    group_id=0, prompt=prompt, prompt_tokens=np.arange(1), trajectories=(whole, plain)
-  )
+  group = Group(group_id=0, prompt=prompt, prompt_tokens=np.arange(1), trajectories=(whole, plain))
   batch = from_groups([group])
   assert batch.token_reward_t[0].tolist() == [0.0, 0.5, 0.25, 0.0, 0.0, 1.25]
   assert batch.token_reward_t[1].tolist() == [0.0] * 5 + [0.75]
@@ -152,9 +150,7 @@ def test_process_clip_and_delta_by_hand(make_reward_batch):
 
 def test_repeating_a_good_step_pays_without_refinement_only(make_reward_batch):
   def reward(steps, *shaping):
-    batch = make_reward_batch(
-      [sum(steps)], [0], [len(steps)], steps=[list(enumerate(steps))]
-    )
+    batch = make_reward_batch([sum(steps)], [0], [len(steps)], steps=[list(enumerate(steps))])
     for shape in resolve(shaping=shaping).shaping:
       batch = shape(batch)
     return batch.reward[0]

@@ -54,7 +54,9 @@ def _taken(batch, order):
   values = {}
   for field in dataclasses.fields(batch):
     value = getattr(batch, field.name)
-    values[field.name] = value[order] if isinstance(value, np.ndarray) else [value[i] for i in order]
+    values[field.name] = (
+      value[order] if isinstance(value, np.ndarray) else [value[i] for i in order]
+    )
   first = list(dict.fromkeys(values['group'].tolist()))
   values['group'] = np.array([first.index(g) for g in values['group']])
   tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}

@@ -27,7 +27,11 @@ def _close(got, want):
 def _team(make_reward_batch):
   """Three samples of one prompt: a coder and a tester who take turns, as far as each sample goes."""
   turns = [[0, 0, 1, 2, 3], [0, 1, 1, 2], [0, 1]]
-  roles = [['coder', 'tester', 'coder', 'tester'], ['coder', 'tester', 'tester'], ['tester', 'coder']]
+  roles = [
+    ['coder', 'tester', 'coder', 'tester'],
+    ['coder', 'tester', 'tester'],
+    ['tester', 'coder'],
+  ]
   steps = [[(1, 0.5), (2, 0.0), (3, 1.0), (4, 0.25)], [(0, 0.0), (2, 0.5), (3, 0.0)], ()]
   return make_reward_batch(
     [2.75, 0.5, 1.0], [0] * 3, [5, 4, 2], turns=turns, roles=roles, steps=steps

@@ -3,8 +3,9 @@
 import pytest
 
 from rlax_stack.errors import ConfigError, RewardError
+from rlax_stack.rewards import pool_tasks
 from rlax_stack.rewards.chain import ChainPart, RewardChain, build_chain
-from rlax_stack.rewards.verifiers import Verifier
+from rlax_stack.rewards.verifiers import STEP_VERIFIERS, VERIFIERS, Verifier
 from rlax_stack.types import Message, Prompt, Reward
 
 
@@ -94,6 +95,9 @@ def test_steps_by_a_pattern_run_in_the_pool():
   assert first.step_ends == (3, 6, 8) and first.step_values == (0.5, 0.0, 0.5)
   assert first.value == 1.0 and first.parts == {'step_format': 2.0}
   assert second == Reward(value=0.0, parts={'step_format': 0.0})
+  payload = {'pattern': 'b', 'separator': '--', 'text': 'ab--c'}
+  assert pool_tasks.regex_steps(payload) == [[2, 1.0], [5, 0.0]]
+  assert set(STEP_VERIFIERS) <= set(VERIFIERS)
   assert long.value is None and 'characters' in long.failure
   with pytest.raises(ConfigError, match='separator of steps must not be empty'):
     build_chain([spec | {'separator': ''}])

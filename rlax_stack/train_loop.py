@@ -220,8 +220,9 @@ def batch_metrics(groups: Sequence[Group], seconds: float) -> dict[str, float]:
     names.TOKENS_PER_S: sum(lengths) / seconds if seconds > 0 else 0.0,
   }
   greedy = [g.greedy.reward.value for g in groups if g.greedy and g.greedy.reward]
-  if greedy:
-    values['reward/greedy'] = sum(value or 0.0 for value in greedy) / len(greedy)
+  scored = [value for value in greedy if value is not None]
+  if scored:
+    values['reward/greedy'] = sum(scored) / len(scored)
   parts: dict[str, list[float]] = {}
   for trajectory in trajectories:
     for name, part in (trajectory.reward.parts if trajectory.reward else {}).items():

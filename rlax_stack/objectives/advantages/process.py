@@ -47,10 +47,42 @@ def step_std(
   return tuple(out)
 
 
+def step_leave_one_out(
+  batch: RewardBatch, *, max_tokens: Annotated[int, Range(1)] = 0
+) -> TokenValues:
+  """Rewards of steps to go, minus the mean per place of the other samples' rewards to go (PURE).
+
+  Aᵢₜ = Gᵢₜ − Σ_{j≠i} Σₛ Gⱼₛ / ((n − 1) L),  Gᵢₜ = Σ_{end(j) ≥ t} rᵢⱼ,  n the samples of the group
+
+  Places beyond the end of an answer count as 0 in the baseline, so that it does not favour answers of
+  few steps. Divided by: (n − 1) L in the baseline. Gradient flows through: nothing (numpy).
+  See "Stop Summation: Min-Form Credit Assignment Is All Process Reward Model Needs for Reasoning",
+  Cheng et al. (https://arxiv.org/abs/2504.15275), and its code (https://github.com/CJReinforce/PURE).
+
+  Args:
+    batch: ragged groups of at least 2.
+    max_tokens: L; 0 takes config.rollout.max_tokens.
+
+  Returns: float64, one array per trajectory; not 0 where all rewards of a group are equal.
+  """
+  out = [np.cumsum(rewards[::-1])[::-1] for rewards in batch.token_reward_t]
+  for member in compared_groups(batch):
+    totals = np.array([out[i].sum() for i in member])
+    others = (totals.sum() - totals) / ((member.size - 1) * max_tokens)
+    for i, baseline in zip(member, others, strict=True):
+      out[i] = out[i] - baseline
+  return tuple(out)
+
+
 TABLE = {
   'step_std': Box(
     step_std,
     formula='A = Σ (r − μ_g)/(s_g + {eps:g}) over the steps to go',
+    tags=frozenset({'group', 'steps'}),
+  ),
+  'step_leave_one_out': Box(
+    step_leave_one_out,
+    formula='A = Σ r over the steps to go − the same of the others per place of {max_tokens}',
     tags=frozenset({'group', 'steps'}),
   ),
 }

@@ -11,7 +11,7 @@ import pytest
 
 from rlax_stack.errors import DataError, RewardError
 from rlax_stack.objectives.advantages.greedy import greedy_baseline
-from rlax_stack.objectives.advantages.process import step_std
+from rlax_stack.objectives.advantages.process import step_leave_one_out, step_std
 from rlax_stack.objectives.host import advantages_of
 from rlax_stack.objectives.objective import resolve
 from rlax_stack.objectives.process_rewards import (
@@ -24,7 +24,7 @@ from rlax_stack.objectives.process_rewards import (
   with_rest,
 )
 from rlax_stack.objectives.reward_batch import from_groups
-from rlax_stack.objectives.shaping.process import process_clip, process_delta
+from rlax_stack.objectives.shaping.process import process_clip, process_delta, process_min
 from rlax_stack.types import FinishReason, Group, Prompt, Reward, Source, Trajectory
 
 
@@ -159,6 +159,7 @@ def test_repeating_a_good_step_pays_without_refinement_only(make_reward_batch):
   assert reward(often) > reward(once)
   for box in ('process_clip', 'process_delta'):
     assert reward(often, box) == pytest.approx(reward(once, box))
+  assert reward(often, 'process_min') == pytest.approx(reward(once, 'process_min'), abs=0.05)
 
 
 def test_process_supervision(make_reward_batch):
@@ -181,6 +182,42 @@ def test_process_supervision(make_reward_batch):
   _close(_of('step_std', plain), _of('group_std', plain))
   loose = _of('step_std(ddof=0, eps=1.0)', plain)
   _close(loose, _of('group_std(ddof=0, eps=1.0)', plain))
+
+
+def test_pure(make_reward_batch):
+  steps = [[(0, 0.5), (2, -0.25)], [(1, 0.0), (3, 0.5)], [(1, 1.0)]]
+  success = [1.0, 0.0, 1.0]
+  rewards = [s + sum(r for _, r in of) for s, of in zip(success, steps, strict=True)]
+  batch = make_reward_batch(rewards, [0] * 3, [3, 4, 2], steps=steps)
+  shaped = process_min(batch, temperature=0.5)
+  want_steps = []
+  for of in steps:
+    total = sum(math.exp(-r / 0.5) for _, r in of)
+    want_steps.append([r * math.exp(-r / 0.5) / total for _, r in of])
+  _close([s.reward for s in shaped.steps], want_steps)
+  want = [s + sum(of) for s, of in zip(success, want_steps, strict=True)]
+  _close(shaped.reward, want)
+  # A cold softmax takes the least reward, and rewards to go are then the least of those to come.
+  cold = process_min(batch, temperature=1e-3)
+  np.testing.assert_allclose(cold.reward, [1.0 - 0.25, 0.0, 1.0 + 1.0], atol=1e-9)
+  empty = make_reward_batch([1.0, 0.0], [0, 0])
+  assert process_min(empty).reward.tolist() == [1.0, 0.0]
+  # Success comes with the last step.
+  dense = [[0.0] * n for n in (3, 4, 2)]
+  for row, of, values, s in zip(dense, steps, want_steps, success, strict=True):
+    for (place, _), value in zip(of, values, strict=True):
+      row[place] += value
+    row[-1] += s
+  to_go = [[sum(row[t:]) for t in range(len(row))] for row in dense]
+  want_adv = []
+  for i, row in enumerate(to_go):
+    others = sum(sum(other) for j, other in enumerate(to_go) if j != i)
+    want_adv.append([g - others / (2 * 10) for g in row])
+  _close(step_leave_one_out(shaped, max_tokens=10), want_adv)
+  objective = resolve(
+    shaping=('process_min(temperature=0.5)',), advantage='step_leave_one_out', max_tokens=10
+  )
+  _close(advantages_of(objective, batch).adv_t, want_adv)
 
 
 def test_rewards_to_go_of_reinforce_pp_start_where_steps_end(make_reward_batch):

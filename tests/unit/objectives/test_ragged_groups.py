@@ -19,6 +19,8 @@ _OBJECTIVES = {
   (slot, name): resolve(**{slot: (name,) if slot == 'shaping' else name}, max_tokens=8)
   for slot, name in _BOXES
 }
+# Their baseline is one of places, so it depends on lengths where rewards are equal.
+_BY_PLACE = ('step_leave_one_out',)
 _SIZES = st.lists(st.integers(2, 6), min_size=1, max_size=4)
 _DRAWN = settings(deadline=None, max_examples=25)
 
@@ -121,7 +123,7 @@ def test_a_group_of_equal_rewards_says_nothing(make_reward_batch, sizes, seed):
   batch = _draw(make_reward_batch, sizes, seed)
   plain = make_reward_batch(np.ones(batch.reward.size), batch.group, batch.length)
   for key in _BOXES:
-    if key[0] == 'advantage' and 'group' in _box(*key).tags:
+    if key[0] == 'advantage' and 'group' in _box(*key).tags and key[1] not in _BY_PLACE:
       assert not any(values.any() for values in _found(key, plain)), key
 
 

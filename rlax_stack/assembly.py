@@ -151,12 +151,15 @@ def _optimizer_settings(section: LearnerSection, steps: int) -> OptimizerSetting
 
 def make_coordinator(config: RunConfig, iterator: PromptIterator) -> Coordinator:
   """The coordinator over the training prompts."""
+  tags = resolve_objective(config).tags
   return Coordinator(
     iterator.next,
     group_size=config.rollout.group_size,
     groups_per_batch=config.rollout.groups_per_step,
     max_staleness=config.fleet.max_staleness,
     lease_timeout_s=config.fleet.lease_timeout_s,
+    min_group_size=2 if 'group' in tags else 1,
+    greedy='greedy' in tags,
     max_reward_failure_fraction=config.rewards.max_failure_fraction,
     prompt_state=iterator.get_state,
   )

@@ -151,7 +151,7 @@ def _restore(
   restored = checkpointer.restore_latest(learner.abstract_state())
   if restored is None:
     return Account()
-  learner.restore(restored.state)
+  learner.restore(restored.state, restored.extras.get('objective'))
   prompts.iterator.set_state(restored.extras['coordinator']['prompt_state'])
   coordinator.restore(restored.extras['coordinator'])
   progress.message(f'resumed at step {learner.version}')

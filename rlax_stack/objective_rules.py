@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rlax_stack.config import RunConfig
 from rlax_stack.objectives.objective import Objective, resolve
+from rlax_stack.rewards.verifiers import STEP_VERIFIERS
 
 
 def resolve_objective(config: RunConfig) -> Objective:
@@ -46,6 +47,13 @@ def objective_problems(config: RunConfig) -> Iterator[str]:
     yield (
       f'config.objective.advantage={objective.advantage.name} compares the samples of a group, but '
       f'config.rollout.group_size={rollout.group_size}. Set config.rollout.group_size to 2 or more.'
+    )
+  verifiers = {str(v.get('name', label)) for label, v in config.rewards.verifiers.items()}
+  stepwise = [bound.name for bound in objective.boxes if 'steps' in bound.box.tags]
+  if stepwise and not verifiers & STEP_VERIFIERS:
+    yield (
+      f'{stepwise[0]} of config.objective reads rewards of steps, but config.rewards.verifiers holds only '
+      f'{", ".join(sorted(verifiers))}. Add one that gives them: {", ".join(sorted(STEP_VERIFIERS))}.'
     )
   reads = _importance_ratio(config, objective)
   if reads and (rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0):

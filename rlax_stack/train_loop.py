@@ -198,6 +198,7 @@ class TrainLoop:
     extras = {
       'coordinator': parts.coordinator.state(),
       'account': dataclasses.asdict(self.account),
+      'objective': parts.learner.host_state,
     }
     parts.checkpointer.save(version, parts.learner.state, extras)
     self._saved_at = version
@@ -218,6 +219,10 @@ def batch_metrics(groups: Sequence[Group], seconds: float) -> dict[str, float]:
     'rollout/truncated': sum(t.finish_reason == 'length' for t in trajectories) / len(trajectories),
     names.TOKENS_PER_S: sum(lengths) / seconds if seconds > 0 else 0.0,
   }
+  greedy = [g.greedy.reward.value for g in groups if g.greedy and g.greedy.reward]
+  scored = [value for value in greedy if value is not None]
+  if scored:
+    values['reward/greedy'] = sum(scored) / len(scored)
   parts: dict[str, list[float]] = {}
   for trajectory in trajectories:
     for name, part in (trajectory.reward.parts if trajectory.reward else {}).items():

@@ -80,11 +80,17 @@ class Reward:
 
   `value` is None exactly when `failure` says why a verifier could not answer; such a sample is
   dropped and counted, never scored 0. `parts` holds each verifier's own score by name.
+
+  Process rewards: `step_values` are the shares of `value` that belong to single steps of the sample,
+  in order; what they leave of `value` is due at its end. `step_ends` says where in the text each of
+  them ends, in characters; empty where a step is a turn.
   """
 
   value: float | None
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
   failure: str | None = None
+  step_values: tuple[float, ...] = ()
+  step_ends: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +100,7 @@ class Trajectory:
   All arrays have shape [T]. `behaviour_log_probs_t` are of the processed distribution that was
   sampled (temperature, top-k, top-p, min-p applied), `raw_log_probs_t` of the model's own at
   temperature 1; both f32, 0 where `source_t` is not POLICY. `version_t` is the weights version that
-  made the token, -1 where none did.
+  made the token, -1 where none did. A turn is an uninterrupted run of POLICY tokens.
   """
 
   group_id: int
@@ -109,6 +115,8 @@ class Trajectory:
   finish_reason: FinishReason
   text: str = ''  # decoded sampled tokens, for rewards and people
   reward: Reward | None = None
+  step_ends: tuple[int, ...] = ()  # tokens up to the end of each step of reward.step_ends
+  roles: tuple[str, ...] = ()  # agent of each turn; empty where there is but one
 
   @property
   def trajectory_id(self) -> str:
@@ -131,13 +139,15 @@ class Trajectory:
 class Group:
   """The samples drawn for one prompt in one visit.
 
-  Ragged: the number of trajectories differs between groups.
+  Ragged: the number of trajectories differs between groups. `greedy` was drawn beside them at
+  temperature 0 where the objective compares with it; it is scored and never trained on.
   """
 
   group_id: int
   prompt: Prompt
   prompt_tokens: np.ndarray  # int32 [P]
   trajectories: tuple[Trajectory, ...]
+  greedy: Trajectory | None = None
 
 
 class PackedBatch(NamedTuple):

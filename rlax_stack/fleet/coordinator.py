@@ -41,6 +41,7 @@ class Coordinator:
     max_staleness: int,
     lease_timeout_s: float,
     min_group_size: int = 2,
+    greedy: bool = False,
     max_attempts: int = 5,
     max_reward_failure_fraction: float = 0.01,
     reward_failure_window: int = 256,
@@ -58,6 +59,7 @@ class Coordinator:
       max_staleness: in versions; 0 is strictly on-policy.
       lease_timeout_s: a lease not extended for so long is given to another worker.
       min_group_size: a group with fewer usable samples is dropped whole.
+      greedy: every group has one sample more, at temperature 0, as `Group.greedy`; without it a group is dropped.
       max_attempts: leases of one group that may fail before it is dropped.
       max_reward_failure_fraction: of the last `reward_failure_window` verdicts; more stops the run.
       reward_failure_window: in samples; the fraction counts once so many were scored.
@@ -86,18 +88,17 @@ class Coordinator:
       max_staleness=max_staleness,
       max_attempts=max_attempts,
       lease_timeout_s=lease_timeout_s,
+      greedy=greedy,
     )
     self._version: int | None = None
-    self._batch_taken = False
-    self._exhausted = False
+    self._batch_taken = self._exhausted = False
     self._closed: str | None = None
     self._error: BaseException | None = None
     self._workers = WorkerWatch(
       warning_s=no_worker_warning_s, forget_s=2 * lease_timeout_s, clock=clock
     )
     self._batch_staleness: list[int] = []
-    self._max_staleness_seen = 0
-    self._learner_wait_s = 0.0
+    self._max_staleness_seen, self._learner_wait_s = 0, 0.0
     self._changed = threading.Condition()
 
   def lease(self, worker_id: str, *, timeout_s: float = 0.0) -> Lease | Wait | Finished:

@@ -9,8 +9,8 @@ from rlax_stack.errors import FleetError
 from rlax_stack.types import FinishReason, Group, Prompt, Source, Trajectory
 
 
-def check_delivery(group_id: int, group_size: int, trajectories: Sequence[Trajectory]) -> None:
-  """Raises FleetError unless these are all `group_size` scored samples of the group, each once, with one prompt.
+def check_delivery(group_id: int, num_samples: int, trajectories: Sequence[Trajectory]) -> None:
+  """Raises FleetError unless these are all `num_samples` scored samples of the group, each once, with one prompt.
 
   A part of a group is refused: the samples that finish first are the short ones. A worker that cannot finish a
   group gives the lease back (`Coordinator.fail`).
@@ -21,9 +21,9 @@ def check_delivery(group_id: int, group_size: int, trajectories: Sequence[Trajec
       f'Trajectories of groups {foreign} were delivered under the lease of group {group_id}.'
     )
   indices = sorted(t.sample_index for t in trajectories)
-  if indices != list(range(group_size)):
+  if indices != list(range(num_samples)):
     raise FleetError(
-      f'Group {group_id} needs samples 0..{group_size - 1} once each, got {indices}. Deliver it whole.'
+      f'Group {group_id} needs samples 0..{num_samples - 1} once each, got {indices}. Deliver it whole.'
     )
   unscored = [t.sample_index for t in trajectories if t.reward is None]
   if unscored:
@@ -59,7 +59,12 @@ def is_usable(trajectory: Trajectory) -> bool:
   return reward_failure(trajectory) is None and not aborted and trajectory.num_sampled > 0
 
 
-def make_group(group_id: int, prompt: Prompt, trajectories: Sequence[Trajectory]) -> Group:
+def make_group(
+  group_id: int,
+  prompt: Prompt,
+  trajectories: Sequence[Trajectory],
+  greedy: Trajectory | None = None,
+) -> Group:
   """A group of the given samples in order of their index."""
   ordered = tuple(sorted(trajectories, key=lambda t: t.sample_index))
   return Group(
@@ -67,4 +72,5 @@ def make_group(group_id: int, prompt: Prompt, trajectories: Sequence[Trajectory]
     prompt=prompt,
     prompt_tokens=prompt_tokens_of(ordered[0]),
     trajectories=ordered,
+    greedy=greedy,
   )

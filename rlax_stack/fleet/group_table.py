@@ -17,7 +17,7 @@ from rlax_stack.fleet.ledger import Ledger, Outcome
 from rlax_stack.types import Group, Prompt, Trajectory
 
 PENDING, LEASED, READY, TAKEN = 'pending', 'leased', 'ready', 'taken'
-DROP_REASONS = ('stale', 'too_few_usable', 'worker_failed', 'cancelled')
+DROP_REASONS = ('stale', 'too_few_usable', 'no_baseline', 'worker_failed', 'cancelled')
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -42,6 +42,7 @@ class GroupTable:
     max_staleness: int,
     max_attempts: int,
     lease_timeout_s: float,
+    greedy: bool = False,
   ):
     if min(min_group_size, max_attempts) < 1 or lease_timeout_s <= 0:
       raise ValueError(
@@ -54,7 +55,7 @@ class GroupTable:
       )
     self._group_size, self._min_group_size = group_size, min_group_size
     self._max_staleness, self._max_attempts = max_staleness, max_attempts
-    self._lease_timeout_s = lease_timeout_s
+    self._lease_timeout_s, self._greedy = lease_timeout_s, greedy
     self._records: dict[int, _Record] = {}
     self._leases: dict[int, Lease] = {}  # the newest of each group, expired or used ones included
     self._groups: dict[int, Group] = {}  # the delivered ones
@@ -68,7 +69,7 @@ class GroupTable:
   def issue(self, prompt: Prompt) -> int:
     """Opens the next group; it is pending."""
     group_id = self.ledger.next_group_id
-    self.ledger.issue(group_id, self._group_size)
+    self.ledger.issue(group_id, self._group_size + self._greedy)
     self._records[group_id] = _Record(prompt=prompt, is_new=True)
     return group_id
 
@@ -94,6 +95,7 @@ class GroupTable:
       group_id=group_id,
       prompt=record.prompt,
       group_size=self._group_size,
+      greedy=self._greedy,
       attempt=attempt,
       token=f'{self._fence}/{self._num_leases}',
       worker_id=worker_id,
@@ -121,19 +123,24 @@ class GroupTable:
     return self.ledger.is_finished(lease.group_id)
 
   def deliver(self, lease: Lease, trajectories: Sequence[Trajectory]) -> None:
-    """Accounts for a delivered group: ready, or dropped where too few samples are usable."""
+    """Accounts for a delivered group: ready, or dropped where too few samples, or the greedy one, are usable."""
     record = self._fenced(lease)
     group_id = lease.group_id
-    delivery.check_delivery(group_id, self._group_size, trajectories)
+    delivery.check_delivery(group_id, lease.num_samples, trajectories)
     for trajectory in trajectories:
       self.ledger.deliver(group_id, trajectory.sample_index, attempt=lease.attempt)
-    usable = [t for t in trajectories if delivery.is_usable(t)]
+    samples = [t for t in trajectories if t.sample_index < self._group_size]
+    greedy = next((t for t in trajectories if t.sample_index >= self._group_size), None)
+    usable = [t for t in samples if delivery.is_usable(t)]
     if len(usable) < self._min_group_size:
       self.drop(group_id, Outcome.DROPPED_FAILED, 'too_few_usable')
       return
-    for index in {t.sample_index for t in trajectories} - {t.sample_index for t in usable}:
+    if greedy is not None and not delivery.is_usable(greedy):
+      self.drop(group_id, Outcome.DROPPED_FAILED, 'no_baseline')
+      return
+    for index in {t.sample_index for t in samples} - {t.sample_index for t in usable}:
       self.ledger.finish(group_id, index, Outcome.DROPPED_FAILED)
-    self._groups[group_id] = delivery.make_group(group_id, record.prompt, usable)
+    self._groups[group_id] = delivery.make_group(group_id, record.prompt, usable, greedy)
     record.last_version = min(t.oldest_version for t in usable) + self._max_staleness
     record.status = READY
     self.ready.append(group_id)
@@ -185,6 +192,8 @@ class GroupTable:
       )
     for group_id in ids:
       self._forget(group_id)
+      if self._greedy and outcome == Outcome.TRAINED:
+        self.ledger.finish(group_id, self._group_size, Outcome.BASELINE)
       self.ledger.finish_group(group_id, outcome)
 
   def check(self) -> None:

@@ -12,20 +12,27 @@ from rlax_stack.types import Message, Prompt
 class Lease:
   """The right of one worker to roll out one group.
 
-  Every sample `0 <= i < group_size` uses the randomness of (run seed, group_id, i), whatever the attempt: a group that
-  is leased again gives the same samples under the same weights. The worker starts with weights of at least
+  Every sample `0 <= i < num_samples` uses the randomness of (run seed, group_id, i), whatever the attempt: a group that
+  is leased again gives the same samples under the same weights. With `greedy` the last of them, `group_size`, is drawn
+  at temperature 0. The worker starts with weights of at least
   `min_version`; a group that comes back while the learner is past `last_version` may be dropped.
   """
 
   group_id: int
   prompt: Prompt
   group_size: int
+  greedy: bool
   attempt: int  # 0 the first time
   token: str  # fencing token: only the newest lease of a group may deliver
   worker_id: str
   deadline_s: float  # on the coordinator's clock; `Coordinator.extend` moves it
   min_version: int
   last_version: int
+
+  @property
+  def num_samples(self) -> int:
+    """Samples to deliver: those to train on and the greedy one."""
+    return self.group_size + self.greedy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

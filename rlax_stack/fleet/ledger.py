@@ -1,7 +1,7 @@
 """The account of every issued trajectory: where each one ended, exactly once.
 
 For: proving that nothing is lost or trained twice. Not for: holding trajectories, leases or time.
-Invariant: issued = in flight + trained + dropped (by reason) + cancelled, at every step. Memory is bounded by the open
+Invariant: issued = in flight + the sum of all outcomes, at every step. Memory is bounded by the open
 groups: group ids are issued in sequence, so an id below `next_group_id` that is not open is finished.
 """
 
@@ -17,6 +17,7 @@ class Outcome(enum.StrEnum):
   """The one end of a trajectory."""
 
   TRAINED = 'trained'
+  BASELINE = 'baseline'  # a greedy sample that trained ones were compared with
   DROPPED_STALE = 'dropped_stale'  # too old at consumption
   DROPPED_FAILED = 'dropped_failed'  # its reward, its worker or too much of its group failed
   DROPPED_FILTERED = 'dropped_filtered'  # the learner chose not to train on it

@@ -77,6 +77,7 @@ class Learner:
     self._replicated = NamedSharding(mesh, PartitionSpec())
     self._objective = settings.objective
     self._state = init_state(params, self._optimizer, mesh, self._objective.init_state)
+    self._host_state = self._objective.init_host_state()
     self._version = 0
     self._score_proximal = settings.updates_per_batch > 1
     self._step = make_train_step(
@@ -96,6 +97,15 @@ class Learner:
   def state(self) -> LearnerState:
     """What a checkpoint stores. Its arrays are given up at the next `train`."""
     return self._state
+
+  @property
+  def host_state(self) -> dict[str, Any]:
+    """What the objective's boxes on the host carry from batch to batch, a JSON object.
+
+    A checkpoint stores it beside `state`. It has seen every batch given to `train`, those whose update
+    was skipped included.
+    """
+    return self._host_state
 
   @property
   def version(self) -> int:
@@ -123,9 +133,11 @@ class Learner:
       self._state.params, self._optimizer, self._mesh, self._objective.init_state
     )
 
-  def restore(self, state: LearnerState) -> None:
-    """Continues from `state`, which the learner owns from now on."""
+  def restore(self, state: LearnerState, host_state: Mapping[str, Any] | None = None) -> None:
+    """Continues from `state`, which the learner owns from now on, and from `host_state`."""
     self._state, self._last = state, None
+    fresh, saved = self._objective.init_host_state(), host_state or {}
+    self._host_state = {slot: saved.get(slot, value) for slot, value in fresh.items()}
     self._version = int(jax.device_get(state.version))
 
   def train(self, groups: Sequence[Group]) -> StepMetrics:
@@ -206,7 +218,8 @@ class Learner:
         log_probs_t=_trained(groups, self._score_under(self._state.params, groups)),
         anchor_log_probs_t=_trained(groups, self._score_under(self._anchor, groups)),
       )
-    found = advantages_of(self._objective, batch)
+    found = advantages_of(self._objective, batch, self._host_state)
+    self._host_state = found.state
     ends = np.cumsum([len(group.trajectories) for group in groups])
     parts = [slice(end - len(g.trajectories), end) for g, end in zip(groups, ends, strict=True)]
     kept = [_without(g, found.keep[part]) for g, part in zip(groups, parts, strict=True)]

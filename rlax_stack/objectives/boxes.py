@@ -23,6 +23,9 @@ RESERVED = ('statistics', 'state', 'ratio')
 
 TAGS = {
   'group': 'compares the samples of a group: group_size must be 2 or more',
+  'batch': 'reads rewards of other groups too: of the batch, or of batches before',
+  'greedy': 'compares with a greedy sample: one more is drawn per prompt, and not trained on',
+  'steps': 'reads rewards of single steps: some verifier has to give them',
   'critic': 'reads values: needs a critic',
   'anchor': 'reads anchor_log_probs_t: the starting weights are scored at every batch',
   'entropy_gradient': 'differentiates entropy_t',
@@ -55,6 +58,8 @@ class Box:
   token_advantages: for advantages: (LossInputs of [M, rows, N] arrays) -> adv_t, before the statistics.
   init_state: () -> pytree of float32 arrays that lives from step to step and in checkpoints.
   update_state: (state, metrics: dict of float32 scalars) -> state, after every applied update.
+  host_state: for shaping and advantages: () -> JSON object that lives from batch to batch and in
+    checkpoints; the function then takes `state` and gives (what it gives, the next state).
   """
 
   function: Callable[..., Any]
@@ -66,12 +71,13 @@ class Box:
   token_advantages: Callable[..., Any] | None = None
   init_state: Callable[..., Any] | None = None
   update_state: Callable[..., Any] | None = None
+  host_state: Callable[..., Any] | None = None
 
   @property
   def parts(self) -> tuple[Callable[..., Any], ...]:
     """The function and the hooks that there are."""
     hooks = (self.proximal, self.token_advantages, self.batch_statistics)
-    hooks += (self.init_state, self.update_state)
+    hooks += (self.init_state, self.update_state, self.host_state)
     return (self.function, *(hook for hook in hooks if hook is not None))
 
 

@@ -3,7 +3,8 @@
 Numpy, before packing. Invariant: nothing here depends on how the batch will be packed or cut.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,14 +19,18 @@ class Advantages(NamedTuple):
   adv_t: TokenValues  # float32, one value per trained token
   reward: np.ndarray  # float32 [B], after shaping
   keep: np.ndarray  # bool [B], False: leave the trajectory out of the loss
+  state: dict[str, Any]  # of the boxes, for the next batch
 
 
-def advantages_of(objective: Objective, batch: RewardBatch) -> Advantages:
+def advantages_of(
+  objective: Objective, batch: RewardBatch, state: Mapping[str, Any] | None = None
+) -> Advantages:
   """Shapes the rewards, then estimates advantages.
 
   Args:
     objective: see Objective.
     batch: from `reward_batch.from_groups`.
+    state: what the batch before gave; None: `Objective.init_host_state`.
 
   Returns: Advantages. Where shaping would leave nothing at all to train on, everything is kept
     with advantage 0: the step then moves nothing but its regularisers.
@@ -34,9 +39,18 @@ def advantages_of(objective: Objective, batch: RewardBatch) -> Advantages:
     ConfigError: groups that the estimator cannot take.
     RewardError: an advantage that is NaN or infinite.
   """
-  for shape in objective.shaping:
-    batch = shape(batch)
-  estimate = objective.advantage(batch)
+  carried = dict(objective.init_host_state() if state is None else state)
+
+  def run(slot: str, batch: RewardBatch) -> Any:
+    bound = objective.host_boxes[slot]
+    if bound.box.host_state is None:
+      return bound(batch)
+    result, carried[slot] = bound(batch, state=carried[slot])
+    return result
+
+  for index in range(len(objective.shaping)):
+    batch = run(f'shaping/{index}', batch)
+  estimate = run('advantage', batch)
   adv_t = tuple(
     np.broadcast_to(np.asarray(value, np.float32), (length,))
     for value, length in zip(estimate, batch.length, strict=True)
@@ -49,4 +63,4 @@ def advantages_of(objective: Objective, batch: RewardBatch) -> Advantages:
   keep = batch.keep & (batch.length > 0)
   if not keep.any():
     adv_t, keep = tuple(np.zeros_like(values) for values in adv_t), batch.length > 0
-  return Advantages(adv_t, batch.reward.astype(np.float32), keep)
+  return Advantages(adv_t, batch.reward.astype(np.float32), keep, carried)

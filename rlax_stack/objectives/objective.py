@@ -59,6 +59,12 @@ class Objective:
     return single | several
 
   @property
+  def host_boxes(self) -> dict[str, BoundBox]:
+    """The boxes that run before packing, by slot ('shaping/0', ...), in order."""
+    shaping = {f'shaping/{i}': bound for i, bound in enumerate(self.shaping)}
+    return shaping | {'advantage': self.advantage}
+
+  @property
   def boxes(self) -> tuple[BoundBox, ...]:
     """Every box."""
     return (*self.shaping, *self.device_boxes.values(), self.aggregation)
@@ -85,6 +91,11 @@ class Objective:
       if bound.box.update_state is not None:
         updated[slot] = bound.call(bound.box.update_state, state[slot], metrics)
     return updated
+
+  def init_host_state(self) -> dict[str, Any]:
+    """What the boxes on the host carry from batch to batch, by slot: a JSON object, mostly empty."""
+    stateful = {k: b for k, b in self.host_boxes.items() if b.box.host_state is not None}
+    return {slot: bound.call(bound.box.host_state) for slot, bound in stateful.items()}
 
   @property
   def formula(self) -> str:

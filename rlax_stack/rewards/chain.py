@@ -1,7 +1,9 @@
 """A weighted sum of named verifiers, built from config data.
 
-Invariant: a sample for which any verifier failed (an exception, a deadline, a dead process, NaN or infinity) has no
-value; it carries the reason and is counted, and is never scored 0.
+A verifier answers with a number, or with the rewards of single steps: pairs of where in the text a step ends (in
+characters, ascending) and its reward. Those sum up to its score, and the weighted steps of all verifiers together are
+the reward's `step_values`. Invariant: a sample for which any verifier failed (an exception, a deadline, a dead process,
+NaN or infinity) has no value; it carries the reason and is counted, and is never scored 0.
 """
 
 import collections
@@ -75,7 +77,7 @@ class RewardChain:
       raise ValueError(
         f'score needs one prompt per text, got {len(texts)} texts and {len(prompts)} prompts'
       )
-    scores: list[dict[str, float]] = [{} for _ in texts]
+    verdicts: list[dict[str, Any]] = [{} for _ in texts]
     failures: list[dict[str, str]] = [{} for _ in texts]
     queued: list[tuple[int, str, PoolTask]] = []
     for part in self.parts:
@@ -84,15 +86,15 @@ class RewardChain:
           if part.verifier.task is not None:
             queued.append((index, part.label, part.verifier.task(text, prompt)))
           elif part.verifier.score is not None:
-            _record(part.verifier.score(text, prompt), index, part.label, scores, failures)
+            _record(part.verifier.score(text, prompt), index, part.label, verdicts, failures)
         except (
           Exception
         ) as error:  # a verifier may raise anything; the sample is dropped and counted
           failures[index][part.label] = f'{type(error).__name__}: {error}'
-    self._run_queued(queued, scores, failures)
-    return self._sum(scores, failures)
+    self._run_queued(queued, verdicts, failures)
+    return self._sum(verdicts, failures)
 
-  def _run_queued(self, queued, scores, failures) -> None:
+  def _run_queued(self, queued, verdicts, failures) -> None:
     if not queued or self._pool is None:
       return
     results = self._pool.run([task for _, _, task in queued], deadline_s=self._deadline_s)
@@ -100,18 +102,34 @@ class RewardChain:
       if result.failure is not None:
         failures[index][label] = result.failure
       else:
-        _record(result.value, index, label, scores, failures)
+        _record(result.value, index, label, verdicts, failures)
 
-  def _sum(self, scores, failures) -> list[Reward]:
+  def _sum(self, verdicts, failures) -> list[Reward]:
     rewards = []
-    for parts, failed in zip(scores, failures, strict=True):
-      value = None if failed else math.fsum(part.weight * parts[part.label] for part in self.parts)
-      reason = '; '.join(f'{label}: {why}' for label, why in failed.items()) or None
-      rewards.append(Reward(value=value, parts=parts, failure=reason))
+    for verdict, failed in zip(verdicts, failures, strict=True):
+      parts = {label: _score(value) for label, value in verdict.items()}
+      if failed:
+        reason = '; '.join(f'{label}: {why}' for label, why in failed.items())
+        rewards.append(Reward(value=None, parts=parts, failure=reason))
+        continue
+      value = math.fsum(part.weight * parts[part.label] for part in self.parts)
+      steps = self._steps(verdict)
+      rewards.append(
+        Reward(value=value, parts=parts, step_values=tuple(steps.values()), step_ends=tuple(steps))
+      )
     with self._count_lock:
       self.num_scored += len(rewards)
       self.failures.update(next(iter(failed)) for failed in failures if failed)
     return rewards
+
+  def _steps(self, verdict: Mapping[str, Any]) -> dict[int, float]:
+    """End to weighted reward of every step that some verifier judged, ascending."""
+    steps: dict[int, float] = {}
+    for part in self.parts:
+      if isinstance(verdict[part.label], list):
+        for end, value in verdict[part.label]:
+          steps[end] = steps.get(end, 0.0) + part.weight * value
+    return dict(sorted(steps.items()))
 
 
 def build_chain(
@@ -120,7 +138,7 @@ def build_chain(
   deadline_s: float = 5.0,
   num_processes: int = 2,
   memory_bytes: int = 2 << 30,
-  functions: Mapping[str, Callable[[str, Prompt], float]] | None = None,
+  functions: Mapping[str, Callable[[str, Prompt], Any]] | None = None,
 ) -> RewardChain:
   """A chain from config data: [{'name': 'number'}, {'name': 'format', 'pattern': 'x', 'weight': 0.1}].
 
@@ -131,7 +149,7 @@ def build_chain(
     deadline_s: seconds per pooled task.
     num_processes: processes of the pool; it exists only if a verifier needs it and starts at its first task.
     memory_bytes: address space of each process.
-    functions: verifiers of your own by name, (text, prompt) -> float, run in this process.
+    functions: verifiers of your own by name, (text, prompt) -> number or steps, run in this process.
 
   Raises ConfigError on unknown names or options (with the nearest), double labels and weights that are not finite.
   """
@@ -184,8 +202,30 @@ def _build_part(spec: Mapping[str, Any], functions: Mapping[str, Callable]) -> C
   return ChainPart(label=label, weight=float(weight), verifier=VERIFIERS[name](**options))
 
 
-def _record(value: Any, index: int, label: str, scores: list[dict], failures: list[dict]) -> None:
-  if isinstance(value, int | float) and math.isfinite(value):
-    scores[index][label] = float(value)
+def _record(value: Any, index: int, label: str, verdicts: list[dict], failures: list[dict]) -> None:
+  if _is_number(value) or _are_steps(value):
+    verdicts[index][label] = value
   else:
     failures[index][label] = f'the verifier answered {value!r}, which is no finite number'
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _are_steps(value: Any) -> bool:
+  """Whether it is a list of [end, reward] pairs with ascending ends above 0."""
+  if not isinstance(value, list):
+    return False
+  if not all(isinstance(step, list | tuple) and len(step) == 2 for step in value):
+    return False
+  ends = [end for end, _ in value]
+  ascending = all(isinstance(end, int) for end in ends) and sorted({0, *ends}) == [0, *ends]
+  return ascending and all(_is_number(reward) for _, reward in value)
+
+
+def _score(verdict: Any) -> float:
+  """A verdict as one number."""
+  if isinstance(verdict, list):
+    return math.fsum(reward for _, reward in verdict)
+  return float(verdict)

@@ -38,6 +38,18 @@ def regex(payload: dict) -> float:
   return float(match(payload['text']) is not None)
 
 
+def regex_steps(payload: dict) -> list[list[float]]:
+  """[end, 1.0 or 0.0] for each step between `separator`: whether `pattern` is found in it; blank steps are none."""
+  search = re.compile(payload['pattern'], re.DOTALL).search
+  separator, steps, end = payload['separator'], [], 0
+  for step in payload['text'].split(separator):
+    end += len(step)
+    if step.strip():
+      steps.append([end, float(search(step) is not None)])
+    end += len(separator)
+  return steps
+
+
 def math(payload: dict) -> float:
   """1.0 if math-verify finds the answer in `text` equal to `gold`, else 0.0. Raises if gold is no mathematics."""
   return _math_score(payload['gold'], payload['text'])
@@ -84,8 +96,9 @@ def probe(payload: dict) -> float:
   return float(len(taken) == payload.get('num_bytes', 0))
 
 
-TASKS: dict[str, Callable[[dict], float]] = {
+TASKS: dict[str, Callable[[dict], Any]] = {
   'regex': regex,
+  'regex_steps': regex_steps,
   'math': math,
   'reasoning_gym': reasoning_gym,
   'probe': probe,

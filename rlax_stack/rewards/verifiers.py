@@ -23,10 +23,11 @@ MATH_CHARS = 20_000  # math-verify sees the end of a text only; its own search i
 class Verifier:
   """Exactly one of `score` (runs here, returns a float) and `task` (runs in the pool) is set.
 
-  `preload` names what pool processes import beforehand.
+  Either may give a list of [end in the text, reward] pairs instead, one for each step of it. `preload`
+  names what pool processes import beforehand.
   """
 
-  score: Callable[[str, Prompt], float] | None = None
+  score: Callable[[str, Prompt], Any] | None = None
   task: Callable[[str, Prompt], PoolTask] | None = None
   preload: tuple[str, ...] = ()
 
@@ -89,17 +90,35 @@ def format_pattern(
     full: the whole text must match.
     max_chars: a longer text is a failure, not a 0.
   """
-  try:
-    re.compile(pattern)
-  except re.error as error:
-    raise ConfigError(
-      f'the format pattern {pattern!r} is no regular expression: {error}'
-    ) from error
+  _check_pattern(pattern)
 
   def task(text: str, prompt: Prompt) -> PoolTask:
-    if len(text) > max_chars:
-      raise RewardError(f'the text has {len(text)} characters, more than {max_chars=}')
+    _check_length(text, max_chars)
     return PoolTask('regex', {'pattern': pattern, 'full': full, 'text': text})
+
+  return Verifier(task=task)
+
+
+def step_format(
+  *, pattern: str, separator: str = '\n', max_chars: int = extract.MAX_CHARS
+) -> Verifier:
+  """1.0 for every step of the text in which the regular expression is found, 0.0 for the others.
+
+  A process reward by rule. The steps are what lies between separators, blank ones left out; the score is the number
+  of steps that match. Runs in the pool under a deadline.
+
+  Args:
+    pattern: in Python's syntax.
+    separator: between steps.
+    max_chars: a longer text is a failure, not a 0.
+  """
+  _check_pattern(pattern)
+  if not separator:
+    raise ConfigError("the separator of steps must not be empty. Set it, such as separator='\\n'.")
+
+  def task(text: str, prompt: Prompt) -> PoolTask:
+    _check_length(text, max_chars)
+    return PoolTask('regex_steps', {'pattern': pattern, 'separator': separator, 'text': text})
 
   return Verifier(task=task)
 
@@ -150,14 +169,32 @@ VERIFIERS: dict[str, Callable[..., Verifier]] = {
   'exact': exact,
   'number': number,
   'format': format_pattern,
+  'step_format': step_format,
   'math': math,
   'reasoning_gym': reasoning_gym,
 }
+
+# Those that give rewards of single steps.
+STEP_VERIFIERS = frozenset({'step_format'})
 
 
 def _normalise(text: str, ignore_case: bool) -> str:
   joined = ' '.join(text.split()).removesuffix('.').rstrip()
   return joined.casefold() if ignore_case else joined
+
+
+def _check_pattern(pattern: str) -> None:
+  try:
+    re.compile(pattern)
+  except re.error as error:
+    raise ConfigError(
+      f'the format pattern {pattern!r} is no regular expression: {error}'
+    ) from error
+
+
+def _check_length(text: str, max_chars: int) -> None:
+  if len(text) > max_chars:
+    raise RewardError(f'the text has {len(text)} characters, more than {max_chars=}')
 
 
 def _check_extraction(how: Any, marker: str | None) -> None:

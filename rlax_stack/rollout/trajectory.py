@@ -1,5 +1,8 @@
 """From a finished sample to a trajectory: the prompt's tokens in front, per-token records where tokens were sampled."""
 
+import bisect
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from rlax_stack.rollout.requests import FinishedSample
@@ -7,9 +10,17 @@ from rlax_stack.types import Reward, Source, Trajectory
 
 
 def make_trajectory(
-  sample: FinishedSample, *, prompt_id: str, text: str, reward: Reward | None
+  sample: FinishedSample,
+  *,
+  prompt_id: str,
+  text: str,
+  reward: Reward | None,
+  step_ends: Sequence[int] = (),
 ) -> Trajectory:
-  """A single-turn trajectory: every sampled token, stop token included, is trained on."""
+  """A single-turn trajectory: every sampled token, stop token included, is trained on.
+
+  `step_ends` counts sampled tokens, as the function of that name does.
+  """
   prompt = np.asarray(sample.request.prompt_tokens, np.int32)
   sampled = np.arange(len(prompt) + len(sample.tokens)) >= len(prompt)
 
@@ -29,4 +40,23 @@ def make_trajectory(
     finish_reason=sample.finish_reason,
     text=text,
     reward=reward,
+    step_ends=tuple(len(prompt) + end for end in step_ends),
   )
+
+
+def step_ends(
+  tokens: np.ndarray, ends: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> tuple[int, ...]:
+  """How many of the sampled tokens reach up to each step's end.
+
+  Args:
+    tokens: int32 [T], sampled.
+    ends: in characters of the text of all of them.
+    decode: tokens -> text.
+  """
+  counts = range(len(tokens) + 1)
+
+  def characters(count: int) -> int:
+    return len(decode(tokens[:count].tolist()))
+
+  return tuple(min(bisect.bisect_left(counts, end, key=characters), len(tokens)) for end in ends)

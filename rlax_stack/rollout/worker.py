@@ -18,7 +18,7 @@ from absl import logging
 from rlax_stack.errors import FleetError, StaleLeaseError
 from rlax_stack.rollout.requests import FinishedSample, GenerationRequest
 from rlax_stack.rollout.scheduler import Scheduler
-from rlax_stack.rollout.trajectory import make_trajectory
+from rlax_stack.rollout.trajectory import make_trajectory, step_ends
 from rlax_stack.types import Message, Prompt, Reward, SamplingParams, Trajectory
 
 _BLOCK_S = 0.2  # blocking calls are this short, so that a stop is seen at once
@@ -90,6 +90,7 @@ class RolloutWorker:
       sampling = dataclasses.replace(sampling, stop_token_ids=tuple(tokenizer.stop_token_ids))
     self._scheduler, self._tokenizer, self._score = scheduler, tokenizer, score
     self._sampling, self._worker_id = sampling, worker_id
+    self._greedy = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     self._extend_every_s, self._extended_s = extend_every_s, 0.0
     self._open: dict[int, _Open] = {}
     self._turn = threading.Condition()  # guards the scheduler; guests go before the worker's loop
@@ -190,13 +191,14 @@ class RolloutWorker:
     tokens = np.asarray(self._tokenizer.encode_chat(lease.prompt.messages), np.int32)
     with self._turn:
       self._turn.wait_for(lambda: not self._guests)
-      for index in range(lease.group_size):
+      # The greedy sample is submitted first: it starts with the weights that the group starts with.
+      for index in (*range(lease.group_size, lease.num_samples), *range(lease.group_size)):
         self._scheduler.submit(
           GenerationRequest(
             group_id=lease.group_id,
             sample_index=index,
             prompt_tokens=tokens,
-            sampling=self._sampling,
+            sampling=self._sampling if index < lease.group_size else self._greedy,
           )
         )
     self._open[lease.group_id] = _Open(lease)
@@ -210,7 +212,7 @@ class RolloutWorker:
       if group is None:
         continue  # its lease was lost meanwhile
       group.samples.append(sample)
-      if len(group.samples) == group.lease.group_size:
+      if len(group.samples) == group.lease.num_samples:
         group.scored = scorers.submit(self._trajectories, group)
 
   def _trajectories(self, group: _Open) -> list[Trajectory]:
@@ -221,7 +223,13 @@ class RolloutWorker:
     rewards = self._score(texts, [prompt] * len(texts))
     self.stats.score_s += time.perf_counter() - start
     return [
-      make_trajectory(sample, prompt_id=prompt.prompt_id, text=text, reward=reward)
+      make_trajectory(
+        sample,
+        prompt_id=prompt.prompt_id,
+        text=text,
+        reward=reward,
+        step_ends=step_ends(sample.tokens, reward.step_ends, self._tokenizer.decode),
+      )
       for sample, text, reward in zip(samples, texts, rewards, strict=True)
     ]
 

@@ -57,23 +57,27 @@ def test_no_program_is_compiled_after_the_second_step(launch, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_equals_never_killed(launch, tmp_path):
+@pytest.mark.parametrize(
+  'advantage', ['group_center()', 'role_baseline(decay=0.9)', 'greedy_baseline']
+)
+def test_killed_and_resumed_equals_never_killed(advantage, launch, tmp_path):
   whole, cut = tmp_path / 'whole', tmp_path / 'cut'
-  done = launch('--config.steps=12', f'--workdir={whole}')
+  flags = ('--config.steps=12', f'--config.objective.advantage={advantage}')
+  done = launch(*flags, f'--workdir={whole}')
   assert done.returncode == 0, done.stdout
   for _ in range(2):
-    process = launch('--config.steps=12', f'--workdir={cut}', wait=False)
+    process = launch(*flags, f'--workdir={cut}', wait=False)
     wait_for_steps(cut, process, more=4)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=30)
     process.stdout.close()
-  done = launch('--config.steps=12', f'--workdir={cut}')
+  done = launch(*flags, f'--workdir={cut}')
   assert done.returncode == 0, done.stdout
   want, got = params_of(whole), params_of(cut)
   assert want.keys() == got.keys()
   for path in want:
     np.testing.assert_array_equal(want[path], got[path], err_msg=path)
-  same = ('reward/mean', 'train/loss', 'train/grad_norm', 'fleet/trained')
+  same = ('reward/mean', 'train/loss', 'train/grad_norm', 'fleet/trained', 'fleet/baseline')
   for one, other in zip(metrics_of(whole), metrics_of(cut), strict=True):
     assert {name: one[name] for name in same} == {name: other[name] for name in same}
 

@@ -213,6 +213,42 @@ def test_mistakes_in_prompts_and_context(config):
     assembly.load_checked_model(dataclasses.replace(config, rollout=rollout), {})
 
 
+def _with_box(config, advantage, **rollout):
+  objective = dataclasses.replace(config.objective, advantage=advantage)
+  return dataclasses.replace(
+    config, objective=objective, rollout=dataclasses.replace(config.rollout, **rollout)
+  )
+
+
+def test_the_coordinator_asks_for_what_the_objective_compares_with(config):
+  alone = _with_box(config, 'greedy_baseline', group_size=1)
+  for changed, greedy, size in ((config, False, 4), (alone, True, 1)):
+    coordinator = assembly.make_coordinator(changed, assembly.make_prompts(changed).iterator)
+    coordinator.on_published(0)
+    lease = coordinator.lease('w')
+    assert (lease.greedy, lease.group_size) == (greedy, size)
+  with pytest.raises(ValueError, match='at least min_group_size'):
+    small = _with_box(config, 'group_center', group_size=1)
+    assembly.make_coordinator(small, assembly.make_prompts(small).iterator)
+
+
+@pytest.mark.slow
+def test_greedy_samples_go_through_the_whole_run(config, model, tmp_path):
+  _, learner, batches, coordinator = run_loop(
+    _with_box(config, 'greedy_baseline', group_size=2), model, tmp_path
+  )
+  groups = [group for batch in batches for group in batch]
+  counts = coordinator.counts()
+  assert counts['trained'] == 2 * len(groups) and counts['baseline'] == len(groups)
+  assert counts['dropped_failed'] == 0 and learner.version == STEPS
+  for batch, version in zip(batches, range(STEPS), strict=True):
+    for group in batch:
+      assert group.greedy.oldest_version == version
+      assert (group.greedy.behaviour_log_probs_t == 0).all()  # the one token that greedy can take
+    values = batch_metrics(batch, 1.0)
+    assert values['reward/greedy'] == pytest.approx(np.mean([g.greedy.reward.value for g in batch]))
+
+
 def test_free_keys_bind_steps_to_a_schedule(config):
   assert 'steps' in assembly.free_keys(config)
   learner = dataclasses.replace(config.learner, decay='cosine')

@@ -105,6 +105,11 @@ def test_missing_and_mistyped_fields_are_named():
     ({'objective__corrections': ('token_tis',), 'rollout__min_p': 0.1}, 'token_tis.*kept set'),
     ({'learner__learning_rate': float('nan')}, 'learning_rate must be above 0, got nan'),
     ({'rollout__group_size': 1}, 'rollout.group_size=1. Set config.rollout.group_size to 2'),
+    (
+      {'objective__shaping': ('process_delta',)},
+      'process_delta .* holds only number. Add .* step_format',
+    ),
+    ({'objective__advantage': 'step_std'}, 'step_std of config.objective reads rewards of steps'),
     ({'rollout__top_p': 0.0}, 'top_p must be above 0'),
     ({'rollout__top_p': 0.9, 'fleet__max_staleness': 1}, 'kept set'),
     ({'rollout__temperature': 0.0}, 'temperature=0 samples every group'),
@@ -123,6 +128,11 @@ def test_missing_and_mistyped_fields_are_named():
 def test_bad_values_and_combinations_are_refused(changes, message):
   with pytest.raises(ConfigError, match=message):
     make(**changes)
+
+
+def test_boxes_without_a_group_take_groups_of_one():
+  for box in ('greedy_baseline', 'role_baseline'):
+    assert make(objective__advantage=box, rollout__group_size=1).rollout.group_size == 1
 
 
 def test_nearest_lists_names_when_none_is_near():

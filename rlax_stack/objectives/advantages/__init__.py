@@ -1,7 +1,8 @@
 """Advantage estimators: rewards in, one advantage per trajectory or per trained token out.
 
 A box: (RewardBatch, *, options) -> float [B], or a tuple with one float array per trajectory and
-one value per trained token. Numpy, on the host.
+one value per trained token; with `host_state` also `state`, and (that, the next state). Numpy, on the
+host.
 """
 
 from rlax_stack.objectives.advantages import (
@@ -9,7 +10,10 @@ from rlax_stack.objectives.advantages import (
   best_of_k,
   branches,
   flat_groups,
+  greedy,
   group,
+  process,
+  roles,
   token_std,
   weighted,
 )
@@ -22,4 +26,7 @@ TABLE = (
   | best_of_k.TABLE
   | flat_groups.TABLE
   | branches.TABLE
+  | greedy.TABLE
+  | process.TABLE
+  | roles.TABLE
 )

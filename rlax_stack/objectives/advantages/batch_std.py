@@ -67,7 +67,11 @@ def batch_whiten(
 
 TABLE = {
   'group_center_batch_std': Box(
-    group_center_batch_std, formula='A = (R − μ_g)/(s_batch + {eps:g})', tags=frozenset({'group'})
+    group_center_batch_std,
+    formula='A = (R − μ_g)/(s_batch + {eps:g})',
+    tags=frozenset({'group', 'batch'}),
   ),
-  'batch_whiten': Box(batch_whiten, formula='A = (R − μ_batch)/(s_batch + {eps:g})'),
+  'batch_whiten': Box(
+    batch_whiten, formula='A = (R − μ_batch)/(s_batch + {eps:g})', tags=frozenset({'batch'})
+  ),
 }

@@ -1,7 +1,7 @@
-"""Advantages that differ within a trajectory: where its group branches, and by turn.
+"""Advantages that differ within a trajectory: where its group branches.
 
-Not for process rewards. Invariant: the samples of a group share a prefix exactly as far as their
-tokens agree, whoever wrote them.
+Not for turns and agents (`roles.py`) or process rewards (`process.py`). Invariant: the samples of a
+group share a prefix exactly as far as their tokens agree, whoever wrote them.
 """
 
 from typing import Annotated
@@ -76,47 +76,8 @@ def _agreement(tokens: list[np.ndarray]) -> int:
   return int(differs.argmax()) if differs.any() else shortest
 
 
-def turn_std(
-  batch: RewardBatch,
-  *,
-  ddof: Annotated[int, Range(0, 1)] = 1,
-  eps: Annotated[float, Range(0)] = 1e-6,
-) -> TokenValues:
-  """The advantage of GRPO with a group for every turn: those samples that have this turn.
-
-  Aᵢₜ = (Rᵢ − μ_{g,k}) / (s_{g,k} + ε),  k the turn of token t; 0 where no other sample has turn k
-
-  The grouping of AT-GRPO for one agent, with the reward of the whole trajectory at each of its
-  turns; its tree of samples and rewards per turn are not here. Divided by: the standard deviation of
-  the samples that have the turn. Gradient flows through: nothing (numpy).
-  See "Stronger-MAS", Zhao et al. (https://arxiv.org/abs/2510.11062).
-
-  Args:
-    batch: ragged groups of at least 2.
-    ddof: 1 for the sample's standard deviation, 0 for the population's.
-    eps: added to the standard deviation.
-
-  Returns: float64, one array per trajectory.
-  """
-  out = [np.zeros(n) for n in batch.length]
-  for member in compared_groups(batch):
-    last = max((int(batch.turn_t[i].max(initial=-1)) for i in member), default=-1)
-    for turn in range(last + 1):
-      having = [i for i in member if (batch.turn_t[i] == turn).any()]
-      rewards = batch.reward[having]
-      if len(having) < 2 or (rewards == rewards[0]).all():
-        continue
-      adv = (rewards - rewards.mean()) / (rewards.std(ddof=ddof) + eps)
-      for i, value in zip(having, adv, strict=True):
-        out[i][batch.turn_t[i] == turn] = value
-  return tuple(out)
-
-
-_GROUP = frozenset({'group'})
-
 TABLE = {
   'prefix_tree': Box(
-    prefix_tree, formula="A = (R − μ_g + V(s') − V(s))/(s_g + {eps:g})", tags=_GROUP
+    prefix_tree, formula="A = (R − μ_g + V(s') − V(s))/(s_g + {eps:g})", tags=frozenset({'group'})
   ),
-  'turn_std': Box(turn_std, formula='A = (R − μ)/(s + {eps:g}) of group and turn', tags=_GROUP),
 }

@@ -25,11 +25,12 @@ def reinforce_pp(
   """Reward to go less the KL to the starting weights, standardised over the batch's tokens
   (REINFORCE++).
 
-  Aᵢₜ = (Gᵢₜ − μ) / √max(s², 10⁻⁸),  Gᵢₜ = γ^{nᵢ−1−t} Rᵢ − β Σ_{s≥t} γ^{s−t} (log π − log π_anchor)ᵢₛ
+  Aᵢₜ = (Gᵢₜ − μ) / √max(s², 10⁻⁸),  Gᵢₜ = Σ_{s≥t} γ^{s−t} (rᵢₛ − β (log π − log π_anchor)ᵢₛ)
 
-  μ and s² (the population's) over all trained tokens of the batch. No group is needed; the trained
-  tokens of a trajectory follow each other, whatever lies between its turns. Divided by: the batch's
-  standard deviation. Gradient flows through: nothing (numpy).
+  r the rewards of steps where they end, without process rewards Rᵢ at the last token; μ and s² (the
+  population's) over all trained tokens of the batch. No group is needed; the trained tokens of a
+  trajectory follow each other, whatever lies between its turns. Divided by: the batch's standard
+  deviation. Gradient flows through: nothing (numpy).
   See "REINFORCE++", Hu et al. (https://arxiv.org/abs/2501.03262).
 
   Args:
@@ -45,13 +46,11 @@ def reinforce_pp(
       "Score it first: the learner does so for boxes tagged 'host_scores'."
     )
   returns = []
-  for reward, current, anchor in zip(
-    batch.reward, batch.log_probs_t, batch.anchor_log_probs_t, strict=True
+  for reward_t, current, anchor in zip(
+    batch.token_reward_t, batch.log_probs_t, batch.anchor_log_probs_t, strict=True
   ):
-    reward_t = -kl_coef * (np.asarray(current, np.float64) - np.asarray(anchor, np.float64))
-    if reward_t.size:
-      reward_t[-1] += reward
-    returns.append(_to_go(reward_t, gamma))
+    distance_t = np.asarray(current, np.float64) - np.asarray(anchor, np.float64)
+    returns.append(_to_go(reward_t - kl_coef * distance_t, gamma))
   return _standardised(returns)
 
 
@@ -131,18 +130,20 @@ def _spread(values: np.ndarray, length: np.ndarray) -> TokenValues:
   return tuple(np.full(n, value) for value, n in zip(values, length, strict=True))
 
 
+_GROUP_AND_BATCH = frozenset({'group', 'batch'})
+
 TABLE = {
   'reinforce_pp': Box(
     reinforce_pp,
     formula='A = (Σ γ(={gamma:g}) to go of R − {kl_coef:g}·KL − μ)/s over tokens',
-    tags=frozenset({'host_scores'}),
+    tags=frozenset({'host_scores', 'batch'}),
   ),
   'reinforce_pp_baseline': Box(
-    reinforce_pp_baseline, formula='A = (R − μ_g − μ)/s over tokens', tags=frozenset({'group'})
+    reinforce_pp_baseline, formula='A = (R − μ_g − μ)/s over tokens', tags=_GROUP_AND_BATCH
   ),
   'task_standardised': Box(
     task_standardised,
     formula='A = ((R − μ_g)/(s_g + {eps:g}) − μ)/(s + {eps:g}) over the tokens of each {key}',
-    tags=frozenset({'group'}),
+    tags=_GROUP_AND_BATCH,
   ),
 }

@@ -149,7 +149,9 @@ _GROUP = frozenset({'group'})
 TABLE = {
   'max_rl': Box(max_rl, formula='A = (R − μ_g)/μ_g', tags=_GROUP),
   'length_weighted': Box(length_weighted, formula='A = R − Σ nR/Σ n over the group', tags=_GROUP),
-  'useful_share': Box(useful_share, formula='A = (R − μ_g)·B/(B − M)', tags=_GROUP),
+  'useful_share': Box(
+    useful_share, formula='A = (R − μ_g)·B/(B − M)', tags=frozenset({'group', 'batch'})
+  ),
   'difficulty_weighted': Box(
     difficulty_weighted,
     formula='A = (R − μ_g)/(s_g + {eps:g}) · w(ρ_g), w from {least:g} to {most:g}',

@@ -96,6 +96,35 @@ def length_decay(
   return dataclasses.replace(batch, reward=np.where(correct, decayed, incorrect))
 
 
+def adaptive_length(
+  batch: RewardBatch,
+  *,
+  coef: Annotated[float, Range(0.0)] = 0.1,
+  max_tokens: Annotated[int, Range(1)] = 0,
+  correct_at: float = 0.5,
+) -> RewardBatch:
+  """Takes from every reward what its length costs, the more the easier the prompt is (ALP).
+
+  Rᵢ −= β |yᵢ| / L · max(ρ_g, 1 / G),  ρ_g the share of correct samples
+
+  Divided by: L. Gradient flows through: nothing (numpy).
+  See "Just Enough Thinking", Xiang et al. (https://arxiv.org/abs/2506.05256). The paper trains with
+  β = 1e-7, below the ε of most estimators here; the default is ours.
+
+  Args:
+    batch: see RewardBatch.
+    coef: β.
+    max_tokens: L; 0 takes config.rollout.max_tokens.
+    correct_at: rewards of this much or more are correct.
+  """
+  reward = batch.reward.copy()
+  for member in groups_of(batch):
+    solved = (batch.reward[member] >= correct_at).mean()
+    price = coef * max(float(solved), 1.0 / member.size)
+    reward[member] -= price * batch.sampled[member] / max_tokens
+  return dataclasses.replace(batch, reward=reward)
+
+
 def _standardised(
   batch: RewardBatch, correct: np.ndarray, *, ddof: int, eps: float
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -112,6 +141,9 @@ def _standardised(
 TABLE = {
   'short_first': Box(short_first, formula='R += {weight:g}·(1/2 … −1/2 by length in the group)'),
   'short_correct': Box(short_correct, formula='R = R·(1 − {alpha:g}·σ(z of length)) if correct'),
+  'adaptive_length': Box(
+    adaptive_length, formula='R −= {coef:g}·|y|/{max_tokens}·max(solve rate, 1/G)'
+  ),
   'length_decay': Box(
     length_decay, formula='R = R·exp(−{alpha:g}·z of length) if correct else {incorrect:g}'
   ),

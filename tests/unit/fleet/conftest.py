@@ -54,7 +54,7 @@ def make_group(make_trajectory):
   def make(lease, *, failed=(), **options):
     return [
       make_trajectory(lease, i, failure='timed out' if i in failed else None, **options)
-      for i in range(lease.group_size)
+      for i in range(lease.num_samples)
     ]
 
   return make

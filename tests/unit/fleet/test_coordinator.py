@@ -73,7 +73,7 @@ def test_a_failed_sample_is_dropped_and_its_group_kept(make_coordinator, make_gr
   coordinator.mark_trained([group])
   assert coordinator.counts() == {
     'issued': 3, 'in_flight': 0, 'trained': 2, 'dropped_stale': 0, 'dropped_failed': 1, 'dropped_filtered': 0,
-    'cancelled': 0,
+    'cancelled': 0, 'baseline': 0,
   }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def _trajectory(lease, index, version, failed):
 
 def _group(lease, *, version=None, failed=()):
   version = lease.min_version if version is None else version
-  return [_trajectory(lease, i, version, i in failed) for i in range(lease.group_size)]
+  return [_trajectory(lease, i, version, i in failed) for i in range(lease.num_samples)]
 
 
 class _Fleet:
@@ -70,10 +70,12 @@ class _Fleet:
 
 
 class CoordinatorMachine(RuleBasedStateMachine):
-  @initialize(staleness=st.integers(0, 2), size=st.integers(1, 3))
-  def start(self, staleness, size):
-    self.staleness, self.size = staleness, size
-    self.fleet = _Fleet(max_staleness=staleness, groups_per_batch=size, max_attempts=3)
+  @initialize(staleness=st.integers(0, 2), size=st.integers(1, 3), greedy=st.booleans())
+  def start(self, staleness, size, greedy):
+    self.staleness, self.size, self.greedy = staleness, size, greedy
+    self.fleet = _Fleet(
+      max_staleness=staleness, groups_per_batch=size, max_attempts=3, greedy=greedy
+    )
     self.version, self.taken = 0, False
     self.leases = []  # every lease ever given, of every process
     self.trained = set()
@@ -101,7 +103,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
       self.leases.append(lease)
 
   @precondition(lambda self: self.leases)
-  @rule(data=st.data(), failed=st.sets(st.integers(0, 2)), behind=st.booleans())
+  @rule(data=st.data(), failed=st.sets(st.integers(0, 3)), behind=st.booleans())
   def deliver(self, data, failed, behind):
     """Any lease: new, delivered before, expired, given back, or of a process that died."""
     lease = data.draw(st.sampled_from(self.leases))
@@ -148,6 +150,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     )
     assert len(set(ids)) == len(ids) and not self.trained & set(ids)
     assert all(len(group.trajectories) >= 2 for group in batch)
+    assert all((group.greedy is not None) == self.greedy for group in batch)
+    assert all(index < 3 for _, index in ids)
     assert all(
       self.version - t.oldest_version <= self.staleness for g in batch for t in g.trajectories
     )
@@ -207,6 +211,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     counts = self.coordinator.counts()
     assert counts['issued'] == sum(n for name, n in counts.items() if name != 'issued')
     assert counts['trained'] == len(self.trained)
+    groups = {group_id for group_id, _ in self.trained}
+    assert counts['baseline'] == (len(groups) if self.greedy else 0)
 
   @invariant()
   def admission_holds(self):

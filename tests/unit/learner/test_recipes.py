@@ -52,6 +52,9 @@ def groups(make_groups):
       group,
       prompt_tokens=group.prompt_tokens % 32,
       trajectories=tuple(small(t, len(group.trajectories)) for t in group.trajectories),
+      greedy=dataclasses.replace(
+        small(group.trajectories[0], 1), reward=Reward(value=0.25), sample_index=9
+      ),
     )
     for group in groups
   ]

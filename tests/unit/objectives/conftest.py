@@ -7,6 +7,7 @@ import pytest
 
 from rlax_stack.objectives import loss
 from rlax_stack.objectives.inputs import LossInputs, added
+from rlax_stack.objectives.process_rewards import Steps
 from rlax_stack.objectives.reward_batch import RewardBatch
 from rlax_stack.types import FinishReason, Reward, Trajectory
 
@@ -22,17 +23,17 @@ def _whole_loss(objective, inputs, state=None):
   return total
 
 
-def _inputs(seed=0, masked=0.0, drift=0.15):
-  """[2, 2, 9]: two trajectories to a row, four groups of two, holes in the mask, padding."""
-  rng, shape = np.random.default_rng(seed), (2, 2, 9)
+def _inputs(seed=0, masked=0.0, drift=0.15, rows=2):
+  """[2, rows, 9]: two trajectories to a row, groups of two, holes in the mask, padding."""
+  rng, shape = np.random.default_rng(seed), (2, rows, 9)
   place = np.arange(9)
-  trajectory = np.arange(4).reshape(2, 2, 1) * 2 + (place >= 4)
+  trajectory = np.arange(2 * rows).reshape(2, rows, 1) * 2 + (place >= 4)
   mask = np.broadcast_to(place < 7, shape) & (rng.random(shape) < 0.85) | (place % 4 == 0)
   mask = mask & (place < 8)
   behaviour = -0.1 - rng.exponential(1.0, shape)
   proximal = np.minimum(behaviour + drift * rng.standard_normal(shape), -0.02)
   current = np.minimum(proximal + drift * rng.standard_normal(shape), -0.01)
-  reward = rng.random(8)
+  reward = rng.random(4 * rows)
 
   def filled(value):
     return jnp.asarray(np.where(mask, value, masked), jnp.float32)
@@ -46,7 +47,7 @@ def _inputs(seed=0, masked=0.0, drift=0.15):
     proximal_log_probs_t=filled(proximal),
     behaviour_log_probs_t=filled(behaviour),
     anchor_log_probs_t=filled(behaviour + 0.1),
-    adv_t=filled((rng.standard_normal(8))[trajectory]),
+    adv_t=filled((rng.standard_normal(4 * rows))[trajectory]),
     reward_t=filled(reward[trajectory]),
     mask_t=jnp.asarray(mask),
     weight_t=filled(0.0),
@@ -58,7 +59,7 @@ def _inputs(seed=0, masked=0.0, drift=0.15):
   )
 
 
-def _trajectory(tokens, reward, prompt=7):
+def _trajectory(tokens, reward, prompt=7, roles=()):
   """One turn after a prompt of one token; the log-prob of a token depends on its id alone."""
   tokens = np.concatenate([[prompt], np.asarray(tokens)]).astype(np.int32)
   sampled = np.arange(len(tokens)) > 0
@@ -75,10 +76,22 @@ def _trajectory(tokens, reward, prompt=7):
     version_t=np.where(sampled, 0, -1).astype(np.int32),
     finish_reason=FinishReason.STOP,
     reward=Reward(value=float(reward)),
+    roles=roles,
   )
 
 
-def _reward_batch(rewards, group, length=None, truncated=None, tokens=None, metadata=None):
+def _reward_batch(
+  rewards,
+  group,
+  length=None,
+  truncated=None,
+  tokens=None,
+  metadata=None,
+  steps=None,
+  turns=None,
+  roles=None,
+  greedy=None,
+):
   size = len(rewards)
   length = np.full(size, 3) if length is None else np.asarray(length)
   if tokens is None:  # of the reward and the place: equal answers have equal rewards
@@ -92,10 +105,16 @@ def _reward_batch(rewards, group, length=None, truncated=None, tokens=None, meta
     sampled=length,
     truncated=np.zeros(size, bool) if truncated is None else np.asarray(truncated),
     keep=np.ones(size, bool),
-    turn_t=tuple(np.zeros(n, np.int32) for n in length),
+    turn_t=tuple(np.asarray(t, np.int32) for t in turns or [np.zeros(n) for n in length]),
     version_t=tuple(np.zeros(n, np.int32) for n in length),
+    steps=tuple(
+      Steps(np.array([p for p, _ in s], int), np.array([r for _, r in s], float))
+      for s in steps or [()] * size
+    ),
+    greedy_reward=None if greedy is None else np.asarray(greedy, np.float64)[np.asarray(group)],
     trajectories=tuple(
-      _trajectory(t[:n], r) for t, n, r in zip(tokens, length, rewards, strict=True)
+      _trajectory(t[:n], r, roles=tuple(agents))
+      for t, n, r, agents in zip(tokens, length, rewards, roles or [()] * size, strict=True)
     ),
     metadata=({},) * size if metadata is None else tuple(metadata),
     log_probs_t=tuple(np.full(n, -0.7, np.float32) for n in length),
@@ -111,11 +130,15 @@ def whole_loss():
 
 @pytest.fixture(scope='session')
 def make_inputs():
-  """Function (seed, masked, drift) -> LossInputs of [2, 2, 9]; masked places hold `masked`."""
+  """Function (seed, masked, drift, rows) -> LossInputs of [2, rows, 9]; masked places hold `masked`."""
   return _inputs
 
 
 @pytest.fixture(scope='session')
 def make_reward_batch():
-  """Function (rewards, group, length, truncated, tokens, metadata) -> RewardBatch."""
+  """Function (rewards, group, and what each trajectory has) -> RewardBatch.
+
+  steps: [(place, reward), ...] each; turns: turn of every token each; roles: of the turns each; greedy:
+  the greedy reward of each group.
+  """
   return _reward_batch

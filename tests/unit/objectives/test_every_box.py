@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from rlax_stack.objectives.boxes import RESERVED, TAGS, bind, box_options
-from rlax_stack.objectives.host import advantages_of
 from rlax_stack.objectives.objective import TABLES, resolve
 
 _ALL = [(slot, name) for slot, table in TABLES.items() for name in table]
 _LISTS = ('shaping', 'corrections', 'regularisers')
 _DEVICE = [(slot, name) for slot, name in _ALL if slot != 'shaping']
-_HOST = [(slot, name) for slot, name in _ALL if slot in ('shaping', 'advantage')]
 # A mask, a ratio or a loss that steps at a bound has no useful difference there; the seed avoids it.
 _STEP = 1e-3
 _PAD = ((0, 1), (0, 0), (0, 3))
@@ -54,6 +52,7 @@ def test_entry_is_documented_and_its_options_are_named_by_what_they_bound(slot, 
     ]
     assert set(names) <= set(box_options(box)) | set(RESERVED)
   assert (box.init_state is None) == (box.update_state is None)
+  assert box.host_state is None or slot in ('shaping', 'advantage')
   bound = bind(name, TABLES[slot], slot, fill={'max_tokens': 8})
   assert bind(bound.text, TABLES[slot], slot) == bound
   assert _objective(slot, name).formula.count('\n') == 0
@@ -125,28 +124,3 @@ def test_loss_does_not_depend_on_rows_and_micro_batches(slot, name, whole_loss, 
       got.means[key].numerator, pair.numerator, rtol=2e-5, atol=1e-5, err_msg=key
     )
   np.testing.assert_array_equal(got.histograms['ratio'], want.histograms['ratio'])
-
-
-@pytest.mark.parametrize(('slot', 'name'), _HOST)
-def test_host_boxes_give_finite_values_for_ragged_groups(slot, name, make_reward_batch):
-  batch = make_reward_batch(
-    [1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0], [0, 0, 0, 1, 1, 2, 2], [3, 8, 1, 2, 5, 4, 4]
-  )
-  found = advantages_of(_objective(slot, name), batch)
-  assert [len(values) for values in found.adv_t] == [3, 8, 1, 2, 5, 4, 4]
-  assert all(values.dtype == np.float32 for values in found.adv_t)
-  # The same groups in another order get the same advantages.
-  order = [3, 4, 5, 6, 0, 1, 2]
-  shuffled = make_reward_batch(batch.reward[order], [0, 0, 1, 1, 2, 2, 2], batch.length[order])
-  again = advantages_of(_objective(slot, name), shuffled)
-  for place, index in enumerate(order):
-    np.testing.assert_allclose(again.adv_t[place], found.adv_t[index], rtol=1e-6, atol=1e-7)
-
-
-def test_group_estimators_refuse_a_group_of_one(make_reward_batch):
-  batch = make_reward_batch([1.0, 0.0, 1.0], [0, 0, 1])
-  estimators = [n for n, box in TABLES['advantage'].items() if 'group' in box.tags]
-  assert 'group_center' in estimators
-  for name in estimators:
-    with pytest.raises(ValueError, match='at least 2 samples per group, got 1'):
-      advantages_of(_objective('advantage', name), batch)

@@ -56,6 +56,13 @@ def _sample(rng, logits, target):
   return _Samples(tokens, mask, log_probs, reward)
 
 
+def _greedy_reward(logits, target):
+  """Reward of the likeliest answer to each prompt."""
+  tokens = logits.argmax(-1)
+  spoken = np.cumsum(tokens == 0, 1) - (tokens == 0) == 0
+  return ((tokens == target) & spoken).sum(1) / _LENGTH
+
+
 def _batch(samples, version, found):
   """The samples as PackedBatch of [2, B / 4, 2 * _LENGTH]: two answers to a row."""
   shape = (2, len(samples.reward) // 4, 2 * _LENGTH)
@@ -128,12 +135,19 @@ def learn(objective, make_reward_batch, *, staleness, seed=0):
   anchor = jnp.zeros((_PROMPTS, _LENGTH, _WORDS), jnp.float32)
   logits, opt_state, state = anchor, optimizer.init(anchor), objective.init_state()
   group = np.repeat(np.arange(_PROMPTS), _SAMPLES)
-  history, rewards, found = [np.asarray(logits)], [], {}
+  history, rewards, found, carried = [np.asarray(logits)], [], {}, objective.init_host_state()
   for version in range(_STEPS):
     oldest = max(version - staleness, 0)
     samples = _sample(rng, history[oldest], target)
-    batch = make_reward_batch(samples.reward, group, samples.mask.sum(1), tokens=samples.tokens)
-    fields = _batch(samples, oldest, advantages_of(objective, batch))
+    batch = make_reward_batch(
+      samples.reward,
+      group,
+      samples.mask.sum(1),
+      tokens=samples.tokens,
+      greedy=_greedy_reward(history[oldest], target),
+    )
+    estimate = advantages_of(objective, batch, carried)
+    fields, carried = _batch(samples, oldest, estimate), estimate.state
     logits, opt_state, state, found = step(
       logits, opt_state, state, fields, np.int32(version), anchor
     )

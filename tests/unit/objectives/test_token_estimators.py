@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlax_stack.objectives import loss
-from rlax_stack.objectives.advantages.branches import prefix_tree, turn_std
+from rlax_stack.objectives.advantages.branches import prefix_tree
 from rlax_stack.objectives.advantages.flat_groups import entropy_of_flat_groups, flat_entropy
 from rlax_stack.objectives.host import advantages_of
 from rlax_stack.objectives.inputs import clean
@@ -133,21 +133,6 @@ def test_prefix_tree_gives_nothing_to_tokens_that_are_not_trained(make_reward_ba
   fewer = dataclasses.replace(batch, trajectories=masked, length=np.array([2, 2, 2]))
   whole, got = _of('prefix_tree', batch), _of('prefix_tree', fewer)
   _close(got, [[row[0], row[2]] for row in whole])
-
-
-def test_turn_std(make_reward_batch):
-  batch = make_reward_batch([1.0, 0.0, 0.5], [0] * 3, [4, 3, 2])
-  turns = ([0, 0, 1, 2], [0, 1, 1], [0, 0])
-  batch = dataclasses.replace(batch, turn_t=tuple(np.array(t, np.int32) for t in turns))
-  first = 0.5 / (
-    0.5 + 1e-6
-  )  # 1, 0 and 1/2 in the first turn, 1 and 0 in the second, 1 in the third
-  second = 0.5 / (math.sqrt(0.5) + 1e-6)
-  want = [[first, first, second, 0.0], [-first, -second, -second], [0.0, 0.0]]
-  _close(_of('turn_std', batch), want)
-  _close(turn_std(batch), want)
-  one_turn = make_reward_batch([1.0, 0.0, 0.5, 1.0, 0.0], [0, 0, 0, 1, 1])
-  _close(_of('turn_std', one_turn), _of('group_std', one_turn))
 
 
 def _lens(rewards, total, length):

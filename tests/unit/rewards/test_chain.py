@@ -3,8 +3,9 @@
 import pytest
 
 from rlax_stack.errors import ConfigError, RewardError
+from rlax_stack.rewards import pool_tasks
 from rlax_stack.rewards.chain import ChainPart, RewardChain, build_chain
-from rlax_stack.rewards.verifiers import Verifier
+from rlax_stack.rewards.verifiers import STEP_VERIFIERS, VERIFIERS, Verifier
 from rlax_stack.types import Message, Prompt, Reward
 
 
@@ -45,6 +46,63 @@ def test_a_verdict_that_is_no_finite_number_is_a_failure(bad):
   assert reward.failure == f'mine: the verifier answered {bad!r}, which is no finite number'
   assert reward.parts == {'number': 1.0}
   assert chain.failures == {'mine': 1} and chain.num_scored == 1
+
+
+def _lines(text, prompt):
+  """A pair for each line: where it ends, and its length."""
+  ends = [i for i, c in enumerate(text + '|') if c == '|']
+  return [[end, float(len(line))] for end, line in zip(ends, text.split('|'), strict=True)]
+
+
+def test_steps_of_verifiers_add_up_and_are_a_share_of_the_value():
+  specs = [
+    {'name': 'number', 'weight': 2.0},
+    {'name': 'lines', 'weight': 0.5},
+    {'name': 'last', 'weight': 10.0},
+  ]
+  functions = {'lines': _lines, 'last': lambda text, prompt: [(len(text), 0.25)]}
+  chain = build_chain(specs, functions=functions)
+  (reward,) = chain.score(['abc|7'], [make_prompt('7')])
+  assert reward.parts == {'number': 1.0, 'lines': 4.0, 'last': 0.25}
+  assert reward.step_ends == (3, 5) and reward.step_values == (1.5, 0.5 + 2.5)
+  assert reward.value == 2.0 + 2.0 + 2.5
+  (reward,) = build_chain(specs[:1]).score(['7'], [make_prompt('7')])
+  assert reward.step_values == () == reward.step_ends
+
+
+@pytest.mark.parametrize(
+  'bad',
+  [
+    [[3, 1.0], [2, 1.0]],
+    [[0, 1.0]],
+    [[1, float('nan')]],
+    [[1, 1.0, 2.0]],
+    [[1.5, 1.0]],
+    [1.0],
+    [['a', 1]],
+  ],
+)
+def test_steps_that_cannot_be_placed_are_a_failure(bad):
+  chain = build_chain([{'name': 'mine'}], functions={'mine': lambda text, prompt: bad})
+  (reward,) = chain.score(['7'], [make_prompt('7')])
+  assert reward.value is None and 'no finite number' in reward.failure
+
+
+def test_steps_by_a_pattern_run_in_the_pool():
+  spec = {'name': 'step_format', 'pattern': r'\d', 'separator': '\n', 'weight': 0.5}
+  with build_chain([spec], deadline_s=30, num_processes=1) as chain:
+    first, second, long = chain.score(['a 1\n\nb\n2', ' \n', 'x' * 10**6], [make_prompt('7')] * 3)
+  assert first.step_ends == (3, 6, 8) and first.step_values == (0.5, 0.0, 0.5)
+  assert first.value == 1.0 and first.parts == {'step_format': 2.0}
+  assert second == Reward(value=0.0, parts={'step_format': 0.0})
+  payload = {'pattern': 'b', 'separator': '--', 'text': 'ab--c'}
+  assert pool_tasks.regex_steps(payload) == [[2, 1.0], [5, 0.0]]
+  assert set(STEP_VERIFIERS) <= set(VERIFIERS)
+  assert long.value is None and 'characters' in long.failure
+  with pytest.raises(ConfigError, match='separator of steps must not be empty'):
+    build_chain([spec | {'separator': ''}])
+  with pytest.raises(ConfigError, match='no regular expression'):
+    build_chain([spec | {'pattern': '('}])
 
 
 def test_an_exception_fails_its_sample_alone():

@@ -10,6 +10,7 @@ from rlax_stack.errors import PromptTooLongError
 from rlax_stack.fleet.coordinator import Coordinator
 from rlax_stack.fleet.parameter_server import ParameterServer
 from rlax_stack.rollout.scheduler import Scheduler
+from rlax_stack.rollout.trajectory import step_ends
 from rlax_stack.rollout.worker import RolloutWorker
 from rlax_stack.types import Message, Prompt, Reward, SamplingParams, Source
 
@@ -43,7 +44,7 @@ def _prompts(length=7):
 class _Run:
   """A coordinator, a server and a worker in a thread."""
 
-  def __init__(self, tiny, length=7, **options):
+  def __init__(self, tiny, length=7, greedy=False, **options):
     prompts = _prompts(length)
     self.coordinator = Coordinator(
       lambda: next(prompts),
@@ -51,6 +52,7 @@ class _Run:
       groups_per_batch=_BATCH,
       max_staleness=0,
       lease_timeout_s=60.0,
+      greedy=greedy,
     )
     self.server = ParameterServer()
     self.params = tiny.params
@@ -109,6 +111,53 @@ def test_on_policy_loop_delivers_whole_groups_of_the_published_version(tiny):
   assert run.error is None
   assert run.worker.stats.groups_delivered >= 6
   assert run.worker.scheduler.stats.sampled_tokens > 0
+
+
+def test_a_greedy_sample_is_drawn_beside_every_group(tiny):
+  with _Run(tiny, greedy=True) as run:
+    run.publish(0)
+    groups = run.coordinator.next_batch(0, timeout_s=60.0)
+  assert run.error is None
+  for group in groups:
+    assert len(group.trajectories) == _GROUP
+    sampled = group.greedy.source_t == Source.POLICY
+    prompt = group.greedy.tokens[~sampled]
+    np.testing.assert_array_equal(prompt, group.prompt_tokens)
+    # Each of its tokens is the likeliest one under the weights of the group.
+    for place in np.flatnonzero(sampled):
+      logits = tiny.full_logits(group.greedy.tokens[:place], tiny.params(0))
+      assert group.greedy.tokens[place] == np.argmax(logits[-1])
+    assert (group.greedy.version_t[sampled] == 0).all()
+    assert group.greedy.reward.value == len(group.greedy.text)
+    # The samples are those that a worker without a greedy sample draws.
+    request = tiny.request(group.group_id, 1, tokens=prompt, max_tokens=8, stop_token_ids=(96,))
+    (want,) = tiny.scheduler().generate_all([request])
+    np.testing.assert_array_equal(group.trajectories[1].tokens[len(prompt) :], want.tokens)
+
+
+def test_ends_of_steps_are_found_in_tokens():
+  def decode(ids):
+    return ''.join(f'{i}\n' for i in ids)
+
+  tokens = np.array([5, 16, 7, 8], np.int32)  # 5, 16, 7 and 8 end at characters 2, 5, 7 and 9
+  assert step_ends(tokens, [1, 2, 3, 5, 9, 99], decode) == (1, 1, 2, 2, 4, 4)
+  assert step_ends(tokens, [], decode) == ()
+
+
+def test_rewards_of_steps_reach_the_trajectory(tiny, monkeypatch):
+  def by_token(texts, prompts):
+    ends = [[i for i, c in enumerate(text) if c == ' '] for text in texts]
+    return [Reward(value=1.0, step_values=(0.5,) * len(e), step_ends=tuple(e)) for e in ends]
+
+  monkeypatch.setitem(globals(), '_score', by_token)
+  with _Run(tiny) as run:
+    run.publish(0)
+    groups = run.coordinator.next_batch(0, timeout_s=60.0)
+  for group in groups:
+    for trajectory in group.trajectories:
+      # Every token but the last is followed by a blank, so a step ends after each of them.
+      start, count = len(group.prompt_tokens), trajectory.num_sampled
+      assert trajectory.step_ends == tuple(range(start + 1, start + count))
 
 
 def test_guest_requests_run_between_chunks(tiny):

@@ -21,6 +21,7 @@ from rlax_stack.objectives.inputs import (
   clean,
 )
 from rlax_stack.objectives.objective import Objective
+from rlax_stack.objectives.vocabulary import merged
 
 
 class Prepared(NamedTuple):
@@ -55,7 +56,7 @@ def prepare(objective: Objective, inputs: LossInputs, state: dict[str, Any]) -> 
   found: dict[str, Statistics] = {}
   for slot, bound in objective.device_boxes.items():
     if bound.box.batch_statistics is not None:
-      extras = {'state': state.get(slot)}
+      extras = {'state': state.get(slot), 'vocabulary': inputs.vocabulary.get(slot, {})}
       if slot not in ('advantage', 'ratio'):
         extras['ratio'] = objective.ratio(
           inputs, state=state.get('ratio'), statistics=found.get('ratio')
@@ -83,7 +84,8 @@ def policy_loss(
   corrections, aₜ and D from the aggregation, rₜ and D_r of each regulariser
 
   Divided by: the global denominators of `prepared`, each term by its own.
-  Gradient flows through: log_probs_t and, with a box tagged 'entropy_gradient', entropy_t.
+  Gradient flows through: log_probs_t, what a `vocabulary` hook does not hold and, with a box tagged
+  'entropy_gradient', entropy_t.
   See "AReaL", Fu et al. (https://arxiv.org/abs/2505.24298), for the decoupled form.
 
   Args:
@@ -101,7 +103,8 @@ def policy_loss(
     inputs = inputs._replace(entropy_t=jax.lax.stop_gradient(inputs.entropy_t))
 
   def run(slot: str, bound: BoundBox, *args: Any) -> Any:
-    return bound(*args, **_extras(slot, prepared, state))
+    extras = _extras(slot, prepared, state) | {'vocabulary': inputs.vocabulary.get(slot, {})}
+    return bound(*args, **extras)
 
   ratio = run('ratio', objective.ratio, inputs)
   trust = run('trust_region', objective.trust_region, ratio, inputs)
@@ -165,8 +168,8 @@ def loss_inputs(batch: Any, scored: Any, *, version: jax.Array, score_proximal: 
 
   Args:
     batch: PackedBatch, [rows, N] or [M, rows, N] triples.
-    scored: log_prob and entropy of every triple under the current weights, or None where nothing
-      was scored (both are then 0).
+    scored: log_prob, entropy and vocabulary (by slot) of every triple under the current weights, or
+      None where nothing was scored (0 and nothing).
     version: int32 scalar, the learner's version.
     score_proximal: True reads `proximal_log_probs_t` of the batch; False takes the current policy
       itself, held constant, as the proximal one, so that the ratio is exactly 1.
@@ -174,6 +177,7 @@ def loss_inputs(batch: Any, scored: Any, *, version: jax.Array, score_proximal: 
   zero = jnp.zeros(batch.mask_t.shape, jnp.float32)
   log_probs, entropy = (zero, zero) if scored is None else (scored.log_prob, scored.entropy)
   held = jax.lax.stop_gradient(log_probs)
+  terms = {} if scored is None else scored.vocabulary
   return LossInputs(
     log_probs_t=log_probs,
     entropy_t=entropy,
@@ -189,4 +193,5 @@ def loss_inputs(batch: Any, scored: Any, *, version: jax.Array, score_proximal: 
     turn_t=batch.turn_t,
     version_t=batch.version_t,
     staleness_t=version - batch.version_t,
+    vocabulary=merged(batch.proximal_vocabulary, terms),
   )

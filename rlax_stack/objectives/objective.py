@@ -73,6 +73,12 @@ class Objective:
     """Whether some box wants to see the whole batch under the current weights first."""
     return any(b.box.batch_statistics or b.box.token_advantages for b in self.boxes)
 
+  @property
+  def average_decay(self) -> float | None:
+    """The decay of the averaged weights that are the proximal policy; None where none are kept."""
+    bound = self.ratio
+    return bound.call(bound.box.average) if bound.box.average is not None else None
+
   def init_state(self) -> dict[str, Any]:
     """What the boxes carry from step to step, by slot; empty for most objectives."""
     stateful = {k: b for k, b in self.device_boxes.items() if b.box.init_state is not None}
@@ -125,7 +131,8 @@ def resolve(
     ratio: one box.
     trust_region: one box.
     corrections: boxes in order; 'auto' is token_tis(absolute_high=2) where `off_policy` holds and
-      the ratio is against proximal, and nothing otherwise.
+      the ratio is not against behaviour, or where it is against averaged weights, and nothing
+      otherwise.
     regularisers: boxes in order.
     aggregation: one box.
     critic: 'none'.
@@ -152,7 +159,8 @@ def resolve(
         f"config.objective.corrections mixes 'auto' with others, got {tuple(corrections)!r}. "
         'Name every correction, or auto alone.'
       )
-    weighted = off_policy and dict(bound_ratio.options).get('base') != 'behaviour'
+    base = dict(bound_ratio.options).get('base')
+    weighted = off_policy and base != 'behaviour' or base == 'ema'
     corrections = (_AUTO,) if weighted else ()
   objective = Objective(
     shaping=many('shaping', shaping),

@@ -8,6 +8,7 @@ import pytest
 from rlax_stack.objectives import loss
 from rlax_stack.objectives.inputs import LossInputs, added
 from rlax_stack.objectives.reward_batch import RewardBatch
+from rlax_stack.objectives.vocabulary import current_terms, merged, proximal_terms
 from rlax_stack.types import FinishReason, Reward, Trajectory
 
 
@@ -56,6 +57,28 @@ def _inputs(seed=0, masked=0.0, drift=0.15):
     version_t=ids(3 - trajectory % 2),
     staleness_t=ids(trajectory % 2),
   )
+
+
+def _with_vocabulary(objective, inputs, masked=0.0, words=6):
+  """The inputs with what the boxes' hooks make of random distributions; `masked` as in `_inputs`."""
+  rng, mask = np.random.default_rng(5), np.asarray(inputs.mask_t)
+  target = jnp.asarray(rng.integers(0, words, mask.size), jnp.int32)
+
+  def terms(function, proximal):
+    if function is None:
+      return {}
+    logits = jnp.asarray(rng.standard_normal((mask.size, words)), jnp.float32)
+    return function(jax.nn.log_softmax(logits), target, proximal)
+
+  held = terms(proximal_terms(objective), {})
+  found = merged(held, terms(current_terms(objective, score_proximal=True), held))
+
+  def filled(value):
+    value = np.array(value).reshape(*mask.shape, *value.shape[1:])
+    value[~mask] = masked if np.issubdtype(value.dtype, np.floating) else 2**30
+    return jnp.asarray(value)
+
+  return inputs._replace(vocabulary=jax.tree.map(filled, found))
 
 
 def _trajectory(tokens, reward, prompt=7):
@@ -113,6 +136,12 @@ def whole_loss():
 def make_inputs():
   """Function (seed, masked, drift) -> LossInputs of [2, 2, 9]; masked places hold `masked`."""
   return _inputs
+
+
+@pytest.fixture(scope='session')
+def with_vocabulary():
+  """Function (objective, inputs, masked) -> the inputs with the results of its vocabulary hooks."""
+  return _with_vocabulary
 
 
 @pytest.fixture(scope='session')

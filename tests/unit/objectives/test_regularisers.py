@@ -32,7 +32,7 @@ def _term(whole_loss, inputs, text, state=None, which='log_probs_t'):
 
 def _columns(inputs):
   mask = np.asarray(inputs.mask_t)
-  held = clean(inputs)
+  held = clean(inputs)._replace(vocabulary=mask)
   return mask, {k: np.asarray(v, np.float64)[mask] for k, v in held._asdict().items()}
 
 

@@ -105,9 +105,7 @@ def test_masked_nan_reads_and_writes_nothing():
     kept = np.asarray(mask).reshape(mask.shape + (1,) * (value.ndim - 2))
     np.testing.assert_array_equal(found[name], np.where(kept, value, 0))
   clean = _grads(hidden, head, targets, extras, mask)
-  jax.tree.map(
-    np.testing.assert_array_equal, _grads(dirty, head, wild, extras, mask), clean
-  )
+  jax.tree.map(np.testing.assert_array_equal, _grads(dirty, head, wild, extras, mask), clean)
   assert not np.asarray(clean[0])[~np.asarray(mask)].any()
 
 

@@ -42,7 +42,8 @@ class LearnerSettings:
   """Tunables of the learner.
 
   updates_per_batch: optimizer updates on each batch (the μ of GRPO); above 1 the proximal log-probs
-  are scored first, under averaged weights before every update. max_skipped_in_row: so many non-finite updates in a row stop the run.
+  are scored first, and averaged weights score them before every update. max_skipped_in_row: so many
+  non-finite updates in a row stop the run.
   """
 
   rows: RowPlan

@@ -195,6 +195,12 @@ def _check(objective: Objective) -> None:
       f'config.objective.ratio is against behaviour, and {weights[0]} weighs by proximal / behaviour '
       "once more. Set the ratio's base to proximal, or drop the correction."
     )
+  if objective.trust_region.box.proximal_vocabulary and base in ('behaviour', 'log_linear'):
+    raise ConfigError(
+      f'{objective.trust_region.name} compares whole distributions with those of the proximal policy, '
+      f'but config.objective.ratio has base {base!r}, of which only log-probs of sampled tokens are '
+      "known. Set the ratio's base to proximal or ema."
+    )
   if 'critic' in objective.tags:
     names = [bound.name for bound in objective.boxes if 'critic' in bound.box.tags]
     raise ConfigError(

@@ -10,6 +10,7 @@ from rlax_stack.objectives.advantages import (
   branches,
   flat_groups,
   group,
+  off_policy_best_of_k,
   token_std,
   weighted,
 )
@@ -20,6 +21,7 @@ TABLE = (
   | token_std.TABLE
   | weighted.TABLE
   | best_of_k.TABLE
+  | off_policy_best_of_k.TABLE
   | flat_groups.TABLE
   | branches.TABLE
 )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlax_stack.learner.gradient_norms import squared_gradient_norms
 from rlax_stack.learner.optimizer import OptimizerSettings, learning_rate_schedule, make_optimizer
 from rlax_stack.learner.scoring import (
   ForwardSettings,
@@ -86,8 +87,10 @@ def make_train_step(
       held = jax.lax.stop_gradient(state.params)
       scored = score_batch(held, config, batch, num_micro, forward, mesh, whole_terms)
     settings = {'version': state.version, 'score_proximal': score_proximal}
-    whole = loss_inputs(batch, scored, **settings)
-    prepared = prepare(objective, whole, state.objective)
+    whole, norms = loss_inputs(batch, scored, **settings), None
+    if objective.needs_gradient_norms:
+      norms = squared_gradient_norms(state.params, config, batch, num_micro, forward, mesh)
+    prepared = prepare(objective, whole, state.objective, norms)
 
     def part(params, index):
       rows = micro_batch(batch, index)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rlax_stack.errors import ConfigError
 
 # Handed to a function or hook whose signature names them; never options.
-RESERVED = ('statistics', 'state', 'ratio', 'vocabulary', 'proximal')
+RESERVED = ('statistics', 'state', 'ratio', 'vocabulary', 'proximal', 'gradient_norms')
 
 TAGS = {
   'group': 'compares the samples of a group: group_size must be 2 or more',
@@ -58,7 +58,8 @@ class Box:
     for the same tokens. Function and `batch_statistics` get the results of both as `vocabulary`,
     [..., N, ...]; a gradient flows through what the hook does not hold.
   proximal_vocabulary: the same of the proximal policy, held constant.
-  token_advantages: for advantages: (LossInputs of [M, rows, N] arrays) -> adv_t, before the statistics.
+  token_advantages: for advantages: (LossInputs of [M, rows, N] arrays) -> adv_t, before the statistics;
+    it may name `gradient_norms`, ‖∇ Σ log π‖² of each token's trajectory, a backward pass for each.
   init_state: () -> pytree of float32 arrays that lives from step to step and in checkpoints.
   update_state: (state, metrics: dict of float32 scalars) -> state, after every applied update.
   """

@@ -36,7 +36,12 @@ class Prepared(NamedTuple):
   step_scale: jax.Array | None = None  # factor of the optimizer's update; None: 1
 
 
-def prepare(objective: Objective, inputs: LossInputs, state: dict[str, Any]) -> Prepared:
+def prepare(
+  objective: Objective,
+  inputs: LossInputs,
+  state: dict[str, Any],
+  gradient_norms: jax.Array | None = None,
+) -> Prepared:
   """Weights, denominators and statistics of a whole batch.
 
   Args:
@@ -44,6 +49,8 @@ def prepare(objective: Objective, inputs: LossInputs, state: dict[str, Any]) -> 
     inputs: [M, rows, N]; `weight_t` is not read. Where `objective.needs_scores`, the log-probs and
       the entropy are those of the current weights.
     state: from `Objective.init_state`.
+    gradient_norms: [M, rows, N], ‖∇ Σ log π‖² of each token's trajectory, where
+      `objective.needs_gradient_norms`.
 
   Returns: Prepared; nothing in it carries a gradient.
   """
@@ -51,7 +58,8 @@ def prepare(objective: Objective, inputs: LossInputs, state: dict[str, Any]) -> 
   inputs = _with_proximal(objective, clean(inputs._replace(weight_t=weights.weight_t)))
   bound = objective.advantage
   if bound.box.token_advantages is not None:
-    adv_t = bound.call(bound.box.token_advantages, inputs, state=state.get('advantage'))
+    extras = {'state': state.get('advantage'), 'gradient_norms': gradient_norms}
+    adv_t = bound.call(bound.box.token_advantages, inputs, **extras)
     inputs = inputs._replace(adv_t=jnp.where(inputs.mask_t, adv_t, 0.0))
   found: dict[str, Statistics] = {}
   for slot, bound in objective.device_boxes.items():

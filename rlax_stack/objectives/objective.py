@@ -19,7 +19,7 @@ from rlax_stack.objectives import (
   shaping,
   trust_regions,
 )
-from rlax_stack.objectives.boxes import BoundBox, Table, bind
+from rlax_stack.objectives.boxes import BoundBox, Table, bind, keyword_only
 
 TABLES: Mapping[str, Table] = {
   'shaping': shaping.TABLE,
@@ -72,6 +72,12 @@ class Objective:
   def needs_scores(self) -> bool:
     """Whether some box wants to see the whole batch under the current weights first."""
     return any(b.box.batch_statistics or b.box.token_advantages for b in self.boxes)
+
+  @property
+  def needs_gradient_norms(self) -> bool:
+    """Whether the advantages weigh by the size of each trajectory's gradient."""
+    hook = self.advantage.box.token_advantages
+    return hook is not None and 'gradient_norms' in keyword_only(hook)
 
   @property
   def average_decay(self) -> float | None:

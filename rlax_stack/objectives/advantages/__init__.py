@@ -10,6 +10,7 @@ from rlax_stack.objectives.advantages import (
   branches,
   flat_groups,
   group,
+  minimum_variance,
   off_policy_best_of_k,
   token_std,
   weighted,
@@ -22,6 +23,7 @@ TABLE = (
   | weighted.TABLE
   | best_of_k.TABLE
   | off_policy_best_of_k.TABLE
+  | minimum_variance.TABLE
   | flat_groups.TABLE
   | branches.TABLE
 )

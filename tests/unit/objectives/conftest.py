@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlax_stack.objectives import loss
-from rlax_stack.objectives.inputs import LossInputs, added
+from rlax_stack.objectives.inputs import LossInputs, added, clean
 from rlax_stack.objectives.reward_batch import RewardBatch
 from rlax_stack.objectives.vocabulary import current_terms, merged, proximal_terms
 from rlax_stack.types import FinishReason, Reward, Trajectory
@@ -14,7 +14,9 @@ from rlax_stack.types import FinishReason, Reward, Trajectory
 
 def _whole_loss(objective, inputs, state=None):
   state = objective.init_state() if state is None else state
-  prepared = loss.prepare(objective, inputs, state)
+  # Some size for the gradient of each trajectory, known by its index.
+  norms = 1.0 + (clean(inputs).trajectory_t % 3).astype(jnp.float32)
+  prepared = loss.prepare(objective, inputs, state, norms)
   total = None
   for index in range(inputs.mask_t.shape[0]):
     tokens, rows = jax.tree.map(lambda x, i=index: x[i], (prepared.tokens, inputs))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlax_stack.errors import ConfigError
+from rlax_stack.objectives.advantages.minimum_variance import minimum_variance
 from rlax_stack.objectives.host import advantages_of
 from rlax_stack.objectives.objective import TABLES, resolve
 from rlax_stack.objectives.reward_batch import by_member, compared_groups, groups_of
@@ -230,3 +231,11 @@ def test_a_group_of_one_among_others_is_refused(make_reward_batch, sizes, place)
     if 'group' in box.tags:
       with pytest.raises(ConfigError, match='at least 2 samples per group, got 1'):
         advantages_of(resolve(advantage=name), batch)
+
+
+@pytest.mark.parametrize('by_std', [True, False])
+def test_minimum_variance_of_equal_gradients_is_the_centred_reward(by_std, make_reward_batch):
+  batch = make_reward_batch([1.0, 0.0, 0.0, 0.5, 0.5], [0, 0, 0, 1, 1])
+  found = minimum_variance(batch, by_std=by_std)
+  scale = np.sqrt(2 / 9) if by_std else 1.0
+  np.testing.assert_allclose(found, np.array([2, -1, -1, 0, 0]) / 3 / scale, rtol=1e-9)

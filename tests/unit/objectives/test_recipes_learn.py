@@ -98,6 +98,19 @@ def _score(logits, fields, terms=None):
   return TargetScores(log_prob, entropy, found)
 
 
+def _gradient_norms(logits, fields):
+  """The squared norm of ∇ Σ log π of every answer, at each of its tokens."""
+  ids = jnp.where(fields['mask_t'], fields['trajectory_t'], 0).reshape(-1)
+  count = _PROMPTS * _SAMPLES
+
+  def sums(logits):
+    log_probs = jnp.where(fields['mask_t'], _score(logits, fields).log_prob, 0.0)
+    return jax.ops.segment_sum(log_probs.reshape(-1), ids, num_segments=count)
+
+  norms = jnp.sum(jax.jacrev(sums)(logits).reshape(count, -1) ** 2, axis=1)
+  return norms[ids].reshape(fields['mask_t'].shape)
+
+
 @functools.cache
 def _make_step(objective, score_proximal):
   optimizer = optax.adam(0.2)
@@ -112,7 +125,8 @@ def _make_step(objective, score_proximal):
     batch = PackedBatch(**nothing, **fields)
     settings = {'version': version, 'score_proximal': score_proximal}
     held = jax.lax.stop_gradient(_score(logits, fields, terms))
-    prepared = loss.prepare(objective, loss.loss_inputs(batch, held, **settings), state)
+    norms = _gradient_norms(logits, fields)
+    prepared = loss.prepare(objective, loss.loss_inputs(batch, held, **settings), state, norms)
 
     def whole(logits):
       total = None

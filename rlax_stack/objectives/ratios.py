@@ -170,7 +170,8 @@ def ema_decay(
   θ̄ = Σₖ βᵏ θ₋ₖ / Σₖ βᵏ,  θ₋ₖ the weights k updates ago, as far back as those of the start
 
   The learner scores the proximal log-probs under θ̄ before every update, so that the trust region
-  bounds how fast the policy moves, however many updates a batch gets and however stale it is.
+  bounds how fast the policy moves, however many updates a batch gets and however stale it is. That
+  costs a second copy of the weights, and a forward pass for every update.
   See "Batch size-invariance for policy optimization", Hilton et al.
   (https://arxiv.org/abs/2110.00641), PPO-EWMA. The default, a memory of nine updates, is ours.
 

@@ -25,7 +25,8 @@ def distribution_matching(
   Divided by: the answers of each group, then the groups. Gradient flows through: log_probs_t of all
   answers of the group; the slopes are those of the whole batch under the weights that scored it.
   See "Beyond Mode Collapse: Distribution Matching for Diverse Reasoning", Li et al.
-  (https://arxiv.org/abs/2605.19461), DMPO.
+  (https://arxiv.org/abs/2605.19461), DMPO. The defaults are those that public code of it takes for the
+  paper's.
 
   Args:
     inputs: [rows, N].

@@ -35,7 +35,8 @@ def troll(
   η is 0 inside the ball, else the root of KL(π̃ ‖ π_proximal) = δ, looked for by bisection; its
   gradient is that of the implicit function. Over the K most likely words of π_proximal (as many as
   leave a mass of m over), the sampled word, and the rest as one word: the paper drops the rest.
-  Where π is π_proximal, as at one update per batch, this is the loss −ρA.
+  Where π is π_proximal, as at one update per batch, this is the loss −ρA. With more, K + 2 log-probs of
+  every token are kept for the batch.
   Divided by: the aggregation's denominator. Gradient flows through: log_probs_t inside the ball; π at
   the words of the support outside of it, also where it moves η.
   See "TROLL: Trust Regions improve Reinforcement Learning for Large Language Models", Becker et al.

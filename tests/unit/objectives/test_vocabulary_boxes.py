@@ -213,5 +213,15 @@ def test_proxy_of_the_proximal_policy_is_held_and_agrees_when_it_is_the_current_
   jax.tree.map(np.testing.assert_array_equal, inline(logits), want)
   total = jax.grad(lambda x: jnp.sum(inline(x)['regularisers/0']['log_proxy']))(logits)
   assert not np.asarray(total).any()
-  chosen = low_probability.least_likely
-  assert resolve().needs_scores is False and objective.needs_scores and chosen is not None
+  assert objective.needs_scores and not resolve().needs_scores
+
+
+def test_least_likely_are_those_of_the_failures_of_the_whole_batch(make_inputs):
+  inputs = clean(make_inputs(seed=33))
+  found = np.asarray(low_probability.least_likely(inputs, fraction=0.3).tokens['chosen'])
+  negative = np.asarray(inputs.mask_t) & (np.asarray(inputs.adv_t) < 0)
+  ordered = np.sort(np.asarray(inputs.log_probs_t)[negative])
+  assert not found[~negative].any() and found.sum() == int(0.3 * negative.sum())
+  assert np.asarray(inputs.log_probs_t)[found].max() == ordered[found.sum() - 1]
+  nothing = inputs._replace(adv_t=jnp.abs(inputs.adv_t))
+  assert not np.asarray(low_probability.least_likely(nothing).tokens['chosen']).any()

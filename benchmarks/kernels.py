@@ -179,8 +179,9 @@ def time_decode(case: Case, repeats: int) -> dict[str, float]:
     for g in range(groups)
     for _ in range(case.samples)
   ]
-  prefix = [_draw(rng, layers, groups * per_prompt, _KV_HEADS, page, _WIDTH) for _ in range(2)]
-  suffix = [_draw(rng, layers, 1, rows, _KV_HEADS, case.suffix, _WIDTH) for _ in range(2)]
+  pages, own = (groups * per_prompt, _KV_HEADS, page), (1, rows, _KV_HEADS, case.suffix)
+  prefix = _draw(rng, layers, *pages, _WIDTH), _draw(rng, layers, *pages, _WIDTH)
+  suffix = _draw(rng, layers, *own, _WIDTH), _draw(rng, layers, *own, _WIDTH)
   q = _draw(rng, rows, _HEADS, _WIDTH)
 
   @jax.jit
@@ -194,7 +195,7 @@ def time_decode(case: Case, repeats: int) -> dict[str, float]:
     )
 
     def layer(i, q):
-      return shared_prefix_decode(q, *prefix, *suffix, plan, layer=i)
+      return shared_prefix_decode(q, prefix[0], prefix[1], suffix[0], suffix[1], plan, layer=i)
 
     return jax.lax.fori_loop(0, layers, layer, q)
 

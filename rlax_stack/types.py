@@ -178,3 +178,4 @@ class PackedBatch(NamedTuple):
   proximal_log_probs_t: Any  # float32 [R, N]
   anchor_log_probs_t: Any  # float32 [R, N]
   version_t: Any  # int32 [R, N]
+  proximal_vocabulary: Any = {}  # what boxes know of the proximal distributions: [R, N, ...] by slot

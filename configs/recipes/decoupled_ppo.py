@@ -1,6 +1,9 @@
 """Decoupled PPO: clipped against the proximal policy, weighed against the behaviour policy.
 
 "AReaL", Fu et al. (https://arxiv.org/abs/2505.24298).
+The proximal policy is recomputed at the start of each batch: at one update per batch it is the
+current policy, ρ is 1, nothing is clipped, and what is left is −w·A·log π. AReaL makes several
+updates of a batch: config.learner.updates_per_batch.
 Test: tests/unit/objectives/test_golden_losses.py::decoupled_ppo
 """
 

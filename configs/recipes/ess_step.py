@@ -1,8 +1,7 @@
 """ESS step: the step shrinks with the effective sample size of the batch, as in VCPO.
 
 "Stable Asynchrony", Huang et al. (https://arxiv.org/abs/2602.17616).
-Values of its scripts for MATH. Not here is its off-policy baseline, which needs a gradient per
-trajectory.
+Values of its scripts for MATH, without its off-policy baseline: `vcpo.py` has both.
 Test: tests/unit/objectives/test_corrections.py::test_ess_step
 """
 

@@ -15,6 +15,6 @@ def get_config():
   config.name = 'peak_entropy'
   config.objective.advantage = 'group_center'
   config.objective.trust_region = 'ppo_clip(delta_low=0.2, delta_high=0.28)'
-  config.objective.regularisers = ('peak_entropy(coef=0.005, quantile=0.8)',)
+  config.objective.regularisers = ('peak_entropy(coef=0.005, quantile=0.8, top_p=1.0)',)
   config.objective.aggregation = 'token_mean'
   return config

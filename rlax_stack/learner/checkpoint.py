@@ -225,7 +225,9 @@ def _is_metadata(value: Any) -> bool:
 
 
 def _rest(state: LearnerState) -> dict[str, Any]:
-  return {name: value for name, value in state._asdict().items() if name != 'params'}
+  rest = {name: value for name, value in state._asdict().items() if name != 'params'}
+  # Left out where there is none, so that steps saved before there was such a field restore.
+  return rest if rest['average'] else {k: v for k, v in rest.items() if k != 'average'}
 
 
 @jax.jit

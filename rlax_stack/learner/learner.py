@@ -20,7 +20,12 @@ from rlax_stack.errors import NonFiniteError
 from rlax_stack.learner import packing
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
 from rlax_stack.learner.row_plan import RowPlan
-from rlax_stack.learner.scoring import ForwardSettings, make_score, rows_sharding
+from rlax_stack.learner.scoring import (
+  ForwardSettings,
+  make_proximal_score,
+  make_score,
+  rows_sharding,
+)
 from rlax_stack.learner.state import LearnerState, abstract_state, init_state
 from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models.config import ModelConfig
@@ -37,7 +42,8 @@ class LearnerSettings:
   """Tunables of the learner.
 
   updates_per_batch: optimizer updates on each batch (the μ of GRPO); above 1 the proximal log-probs
-  are scored first. max_skipped_in_row: so many non-finite updates in a row stop the run.
+  are scored first, and averaged weights score them before every update. max_skipped_in_row: so many
+  non-finite updates in a row stop the run.
   """
 
   rows: RowPlan
@@ -76,10 +82,13 @@ class Learner:
     self._optimizer = make_optimizer(settings.optimizer)
     self._replicated = NamedSharding(mesh, PartitionSpec())
     self._objective = settings.objective
-    self._state = init_state(params, self._optimizer, mesh, self._objective.init_state)
+    self._averaged = self._objective.average_decay is not None
+    self._state = init_state(
+      params, self._optimizer, mesh, self._objective.init_state, self._averaged
+    )
     self._host_state = self._objective.init_host_state()
     self._version = 0
-    self._score_proximal = settings.updates_per_batch > 1
+    self._score_proximal = settings.updates_per_batch > 1 or self._averaged
     self._step = make_train_step(
       config,
       mesh,
@@ -89,6 +98,7 @@ class Learner:
       score_proximal=self._score_proximal,
     )
     self._score = make_score(config, mesh, settings.forward)
+    self._proximal = make_proximal_score(config, mesh, settings.forward, self._objective)
     self._capacity = settings.rows.max_micro_batches
     self._anchor = self.snapshot() if self._objective.tags & _ANCHORED else None
     self._last: StepMetrics | None = None
@@ -130,7 +140,11 @@ class Learner:
   def abstract_state(self) -> Any:
     """Shapes, dtypes and shardings of `state`, for restoring into."""
     return abstract_state(
-      self._state.params, self._optimizer, self._mesh, self._objective.init_state
+      self._state.params,
+      self._optimizer,
+      self._mesh,
+      self._objective.init_state,
+      self._averaged,
     )
 
   def restore(self, state: LearnerState, host_state: Mapping[str, Any] | None = None) -> None:
@@ -160,10 +174,11 @@ class Learner:
     if self._anchor is not None and 'anchor' in self._objective.tags:
       scores = self._score(self._anchor, batch, num_micro)
       batch = batch._replace(anchor_log_probs_t=scores)
-    if self._score_proximal:
-      scores = self._score(self._state.params, batch, num_micro)
-      batch = batch._replace(proximal_log_probs_t=scores)
-    for _ in range(self._settings.updates_per_batch):
+    for update in range(self._settings.updates_per_batch):
+      if self._averaged:
+        batch = self._proximal(self._state.average['params'], batch, num_micro)
+      elif self._score_proximal and update == 0:
+        batch = self._proximal(self._state.params, batch, num_micro)
       self._state, scalars = self._step(self._state, batch, num_micro)
     self._version += 1
     version = jax.device_put(np.int32(self._version), self._replicated)

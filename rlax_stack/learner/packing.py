@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from rlax_stack.errors import ConfigError, DataError
@@ -114,7 +115,7 @@ def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:
   if num_rows < rows:
     raise ValueError(f'the batch has {rows} rows, more than {num_rows=}.')
   empty = _empty_batch(num_rows - rows, RowShape(length, batch.target_t.shape[1]))
-  return PackedBatch(*(np.concatenate([a, b], axis=0) for a, b in zip(batch, empty, strict=True)))
+  return jax.tree.map(lambda a, b: np.concatenate([a, b], axis=0), batch, empty)
 
 
 def packing_stats(batch: PackedBatch) -> dict[str, int]:

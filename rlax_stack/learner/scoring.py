@@ -7,8 +7,8 @@ anchor scores, so that equal weights give equal numbers.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
-from rlax_stack.pallas_kernels.fused_log_prob import FusedLogProb, fused_log_prob
+from rlax_stack.objectives.objective import Objective
+from rlax_stack.objectives.vocabulary import TokenTerms, proximal_terms
+from rlax_stack.pallas_kernels.fused_log_prob import fused_log_prob
 from rlax_stack.pallas_kernels.tree_attention import AttentionShape, prepare_tree_attention
+from rlax_stack.pallas_kernels.vocabulary_terms import vocabulary_terms
 from rlax_stack.sharding import param_shardings, sharding_for
 from rlax_stack.types import PackedBatch
 
@@ -37,23 +40,33 @@ class ForwardSettings:
   temperature: float = 1.0
 
 
+class TargetScores(NamedTuple):
+  """Of the distribution that predicts each target."""
+
+  log_prob: jax.Array  # float32
+  entropy: jax.Array  # float32
+  vocabulary: Mapping[str, Any] = {}  # [..., N, ...] arrays by slot, from the terms asked for
+
+
 def target_log_probs(
   params: Any,
   config: ModelConfig,
   rows: PackedBatch,
   settings: ForwardSettings,
   mesh: Mesh | None = None,
-) -> FusedLogProb:
-  """Log-prob and entropy at every triple of the rows.
+  terms: TokenTerms | None = None,
+) -> TargetScores:
+  """Log-prob and entropy at every triple of the rows, and terms of the whole distributions.
 
   Args:
     params: nested dict of the model.
     config: shape of the model.
     rows: [R, T] rows with [R, N] triples; only places are read, never advantages or log-probs.
     settings: see ForwardSettings.
+    mesh: where rows and parameters live.
+    terms: from `objectives.vocabulary`; read `rows.proximal_vocabulary`.
 
-  Returns: FusedLogProb of float32 [R, N] arrays; at masked triples they are finite and mean
-    nothing.
+  Returns: TargetScores of [R, N] arrays, 0 at masked triples.
   """
   attend = prepare_tree_attention(
     rows.positions,
@@ -75,15 +88,29 @@ def target_log_probs(
   )
   # Only the places that predict a target reach the LM head.
   sources = jnp.take_along_axis(hidden, rows.source_index_t[..., None], axis=1)
+  head = decoder.lm_head(params, config)
   scored = fused_log_prob(
     sources.reshape(-1, sources.shape[-1]),
-    decoder.lm_head(params, config),
+    head,
     rows.target_t.reshape(-1),
     mask=rows.mask_t.reshape(-1),
     temperature=settings.temperature,
     mesh=mesh,
   )
-  return jax.tree.map(lambda x: x.reshape(rows.target_t.shape), scored)
+  log_prob, entropy = (x.reshape(rows.target_t.shape) for x in (scored.log_prob, scored.entropy))
+  if terms is None:
+    return TargetScores(log_prob, entropy)
+  found = vocabulary_terms(
+    sources,
+    head,
+    rows.target_t,
+    terms,
+    extras=rows.proximal_vocabulary,
+    mask=rows.mask_t,
+    temperature=settings.temperature,
+    mesh=mesh,
+  )
+  return TargetScores(log_prob, entropy, found)
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
@@ -118,6 +145,42 @@ def make_score(
   )
 
 
+@functools.lru_cache(maxsize=8)
+def make_proximal_score(
+  config: ModelConfig, mesh: Mesh, settings: ForwardSettings, objective: Objective
+) -> Callable[[Any, PackedBatch, jax.Array], PackedBatch]:
+  """Scoring under the proximal policy, compiled at its first call and shared by equal arguments.
+
+  Args:
+    config: shape of the model.
+    mesh: where rows and parameters live.
+    settings: see ForwardSettings.
+    objective: its boxes may ask for more of the distributions than the log-prob.
+
+  Returns: function (params, batch [M, rows, ...], num_micro int32 scalar) -> the batch with its
+    `proximal_log_probs_t` and `proximal_vocabulary`.
+  """
+  terms = proximal_terms(objective)
+
+  def score(params, batch, num_micro):
+    bare = batch._replace(proximal_vocabulary={})
+    found = score_batch(params, config, bare, num_micro, settings, mesh, terms)
+    return found.log_prob, found.vocabulary
+
+  rows, replicated = rows_sharding(mesh), NamedSharding(mesh, PartitionSpec())
+  compiled = jax.jit(
+    score,
+    in_shardings=(param_shardings(decoder.abstract_params(config), mesh), rows, replicated),
+    out_shardings=rows,
+  )
+
+  def with_proximal(params, batch, num_micro):
+    log_probs, vocabulary = compiled(params, batch, num_micro)
+    return batch._replace(proximal_log_probs_t=log_probs, proximal_vocabulary=vocabulary)
+
+  return with_proximal
+
+
 def score_batch(
   params: Any,
   config: ModelConfig,
@@ -125,18 +188,22 @@ def score_batch(
   num_micro: jax.Array,
   settings: ForwardSettings,
   mesh: Mesh | None = None,
-) -> FusedLogProb:
+  terms: TokenTerms | None = None,
+) -> TargetScores:
   """`target_log_probs` of [M, rows, ...] rows, one micro-batch after another; see `make_score`.
 
-  Returns: FusedLogProb of float32 [M, rows, N], 0 where masked and from num_micro on.
+  Returns: TargetScores of [M, rows, N] arrays, 0 where masked and from num_micro on.
   """
 
-  def body(index, total):
-    scored = target_log_probs(params, config, micro_batch(batch, index), settings, mesh)
-    return jax.tree.map(lambda whole, part: whole.at[index].set(part), total, scored)
+  def one(index):
+    return target_log_probs(params, config, micro_batch(batch, index), settings, mesh, terms)
 
-  zeros = jnp.zeros(batch.mask_t.shape, jnp.float32)
-  return jax.lax.fori_loop(0, num_micro, body, FusedLogProb(zeros, zeros, zeros))
+  def body(index, total):
+    return jax.tree.map(lambda whole, part: whole.at[index].set(part), total, one(index))
+
+  shapes, count = jax.eval_shape(one, jnp.int32(0)), batch.mask_t.shape[0]
+  zeros = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
+  return jax.lax.fori_loop(0, num_micro, body, zeros)
 
 
 def micro_batch(batch: Any, index: jax.Array) -> Any:

@@ -26,6 +26,7 @@ class LearnerState(NamedTuple):
   skipped: Any  # updates skipped for a non-finite loss or gradient, since the start
   skipped_in_row: Any  # the same, since the last update that was applied
   objective: Any  # what boxes carry from step to step (`Objective.init_state`); {} for most
+  average: Any = {}  # {'params', 'weight'} where a ratio's proximal policy is averaged weights
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
@@ -39,6 +40,7 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
     skipped=replicated,
     skipped_in_row=replicated,
     objective=jax.tree.map(lambda _: replicated, state.objective),
+    average=param_shardings(state.average, mesh),
   )
 
 
@@ -47,9 +49,12 @@ def abstract_state(
   optimizer: optax.GradientTransformation,
   mesh: Mesh,
   make_objective_state: Callable[[], Any] = dict,
+  keep_average: bool = False,
 ) -> Any:
   """Shapes, dtypes and shardings of a state over `params` (arrays or shapes); allocates nothing."""
-  shapes = jax.eval_shape(lambda p: _fresh(p, optimizer, make_objective_state), params)
+  shapes = jax.eval_shape(
+    lambda p: _fresh(p, optimizer, make_objective_state, keep_average), params
+  )
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
     shapes,
@@ -62,6 +67,7 @@ def init_state(
   optimizer: optax.GradientTransformation,
   mesh: Mesh,
   make_objective_state: Callable[[], Any] = dict,
+  keep_average: bool = False,
 ) -> LearnerState:
   """A fresh state on `mesh`; the arrays of `params` are copied, the caller keeps its own.
 
@@ -70,28 +76,62 @@ def init_state(
     optimizer: from `optimizer.make_optimizer`.
     mesh: from `sharding.make_mesh`.
     make_objective_state: `Objective.init_state`.
+    keep_average: whether an average of the weights is kept; it starts from them.
 
   Returns: LearnerState at version 0.
   """
-  shardings = state_shardings(abstract_state(params, optimizer, mesh, make_objective_state), mesh)
+  shapes = abstract_state(params, optimizer, mesh, make_objective_state, keep_average)
+  shardings = state_shardings(shapes, mesh)
   # Through the host: a state is donated at every step, so it must not share buffers with the
   # caller.
   host = jax.tree.map(lambda leaf: np.array(leaf, dtype=np.float32), params)
   placed = jax.tree.map(jax.device_put, host, shardings.params)
 
   def fresh(params):
-    return _fresh(params, optimizer, make_objective_state)
+    return _fresh(params, optimizer, make_objective_state, keep_average)
 
   return jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(placed)
 
 
 def _fresh(
-  params: Any, optimizer: optax.GradientTransformation, make_objective_state: Callable[[], Any]
+  params: Any,
+  optimizer: optax.GradientTransformation,
+  make_objective_state: Callable[[], Any],
+  keep_average: bool,
 ) -> LearnerState:
   master = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
   zero = jnp.zeros((), jnp.int32)
   carried = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), make_objective_state())
-  return LearnerState(master, optimizer.init(master), zero, zero, zero, zero, carried)
+  average = {'params': jax.tree.map(jnp.copy, master), 'weight': jnp.float32(1.0)}
+  return LearnerState(
+    params=master,
+    opt_state=optimizer.init(master),
+    version=zero,
+    step=zero,
+    skipped=zero,
+    skipped_in_row=zero,
+    objective=carried,
+    average=average if keep_average else {},
+  )
+
+
+def averaged(average: Any, params: Any, decay: float) -> Any:
+  """The average of all weights so far, those of k updates ago weighing decay^k.
+
+  W' = βW + 1,  θ̄' = (βW/W') θ̄ + θ/W', from W = 1 at the weights of the start: no bias towards them.
+
+  See "Batch size-invariance for policy optimization", Hilton et al.
+  (https://arxiv.org/abs/2110.00641).
+
+  Args:
+    average: {'params', 'weight'}.
+    params: the weights after an update.
+    decay: β.
+  """
+  weight = decay * average['weight'] + 1.0
+  keep, take = decay * average['weight'] / weight, 1.0 / weight
+  mixed = jax.tree.map(lambda old, new: keep * old + take * new, average['params'], params)
+  return {'params': mixed, 'weight': weight}
 
 
 def updates_applied(state: LearnerState) -> jax.Array:

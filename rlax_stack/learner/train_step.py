@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlax_stack.learner.gradient_norms import squared_gradient_norms
 from rlax_stack.learner.optimizer import OptimizerSettings, learning_rate_schedule, make_optimizer
 from rlax_stack.learner.scoring import (
   ForwardSettings,
@@ -23,13 +24,20 @@ from rlax_stack.learner.scoring import (
   score_batch,
   target_log_probs,
 )
-from rlax_stack.learner.state import LearnerState, abstract_state, state_shardings, updates_applied
+from rlax_stack.learner.state import (
+  LearnerState,
+  abstract_state,
+  averaged,
+  state_shardings,
+  updates_applied,
+)
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.objectives.inputs import LossParts, added
 from rlax_stack.objectives.loss import loss_inputs, policy_loss, prepare
 from rlax_stack.objectives.metrics import finished
 from rlax_stack.objectives.objective import Objective
+from rlax_stack.objectives.vocabulary import current_terms
 from rlax_stack.types import PackedBatch
 
 TrainStep = Callable[[LearnerState, PackedBatch, jax.Array], tuple[LearnerState, dict[str, Any]]]
@@ -70,28 +78,33 @@ def make_train_step(
     must be masked. `metrics` are float32 scalars on the device.
   """
   transform, schedule = make_optimizer(optimizer), learning_rate_schedule(optimizer)
+  terms = current_terms(objective, score_proximal=score_proximal)
+  whole_terms = current_terms(objective, score_proximal=score_proximal, statistics=True)
 
   def step(state, batch, num_micro):
     scored = None
     if objective.needs_scores:
       held = jax.lax.stop_gradient(state.params)
-      scored = score_batch(held, config, batch, num_micro, forward, mesh)
+      scored = score_batch(held, config, batch, num_micro, forward, mesh, whole_terms)
     settings = {'version': state.version, 'score_proximal': score_proximal}
-    whole = loss_inputs(batch, scored, **settings)
-    prepared = prepare(objective, whole, state.objective)
+    whole, norms = loss_inputs(batch, scored, **settings), None
+    if objective.needs_gradient_norms:
+      norms = squared_gradient_norms(state.params, config, batch, num_micro, forward, mesh)
+    prepared = prepare(objective, whole, state.objective, norms)
 
     def part(params, index):
       rows = micro_batch(batch, index)
       cut = prepared._replace(tokens=micro_batch(prepared.tokens, index))
-      inputs = loss_inputs(rows, target_log_probs(params, config, rows, forward, mesh), **settings)
-      out = policy_loss(objective, inputs, cut, state.objective)
+      scored = target_log_probs(params, config, rows, forward, mesh, terms)
+      out = policy_loss(objective, loss_inputs(rows, scored, **settings), cut, state.objective)
       return out.loss, out
 
     total = _accumulate(part, state.params, num_micro)
     return _apply(state, total, prepared, objective, transform, schedule)
 
   params = decoder.abstract_params(config)
-  shapes = abstract_state(params, transform, mesh, objective.init_state)
+  average = objective.average_decay is not None
+  shapes = abstract_state(params, transform, mesh, objective.init_state, average)
   shardings = state_shardings(shapes, mesh)
   replicated = NamedSharding(mesh, PartitionSpec())
   return jax.jit(
@@ -129,11 +142,14 @@ def _apply(state, total, prepared, objective, transform, schedule):
   params = optax.apply_updates(state.params, updates)
   measured = finished(total.parts)
   carried = objective.update_state(state.objective, measured | {'loss': loss})
+  average, decay = state.average, objective.average_decay
+  if decay is not None:
+    average = averaged(average, params, decay)
   # A select on every leaf fuses into the update; no branch, no wait for the host.
-  params, opt_state, carried = jax.tree.map(
+  params, opt_state, carried, average = jax.tree.map(
     lambda new, old: jnp.where(finite, new, old),
-    (params, opt_state, carried),
-    (state.params, state.opt_state, state.objective),
+    (params, opt_state, carried, average),
+    (state.params, state.opt_state, state.objective, state.average),
   )
   bad = jnp.where(finite, 0, 1)
   new_state = LearnerState(
@@ -144,6 +160,7 @@ def _apply(state, total, prepared, objective, transform, schedule):
     skipped=state.skipped + bad,
     skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
     objective=carried,
+    average=average,
   )
   metrics = (
     measured

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rlax_stack.errors import ConfigError
 
 # Handed to a function or hook whose signature names them; never options.
-RESERVED = ('statistics', 'state', 'ratio')
+RESERVED = ('statistics', 'state', 'ratio', 'vocabulary', 'proximal', 'gradient_norms')
 
 TAGS = {
   'group': 'compares the samples of a group: group_size must be 2 or more',
@@ -55,7 +55,14 @@ class Box:
   batch_statistics: (LossInputs of [M, rows, N] arrays) -> Statistics, before the micro-batches;
     beyond the ratio's slot it may name `ratio`, the Ratio of the same tokens.
   proximal: for ratios: (LossInputs) -> proximal_log_probs_t, before all others.
-  token_advantages: for advantages: (LossInputs of [M, rows, N] arrays) -> adv_t, before the statistics.
+  average: for ratios: () -> decay of the averaged weights that are the proximal policy, or None.
+  vocabulary: (log_policy float32 [n, V], target int32 [n]) -> dict of [n, ...] arrays, from the
+    current policy's whole distribution at n tokens; it may name `proximal`, what the next hook gave
+    for the same tokens. Function and `batch_statistics` get the results of both as `vocabulary`,
+    [..., N, ...]; a gradient flows through what the hook does not hold.
+  proximal_vocabulary: the same of the proximal policy, held constant.
+  token_advantages: for advantages: (LossInputs of [M, rows, N] arrays) -> adv_t, before the statistics;
+    it may name `gradient_norms`, ‖∇ Σ log π‖² of each token's trajectory, a backward pass for each.
   init_state: () -> pytree of float32 arrays that lives from step to step and in checkpoints.
   update_state: (state, metrics: dict of float32 scalars) -> state, after every applied update.
   host_state: for shaping and advantages: () -> JSON object that lives from batch to batch and in
@@ -68,6 +75,9 @@ class Box:
   tags: frozenset[str] = frozenset()
   batch_statistics: Callable[..., Any] | None = None
   proximal: Callable[..., Any] | None = None
+  average: Callable[..., Any] | None = None
+  vocabulary: Callable[..., Any] | None = None
+  proximal_vocabulary: Callable[..., Any] | None = None
   token_advantages: Callable[..., Any] | None = None
   init_state: Callable[..., Any] | None = None
   update_state: Callable[..., Any] | None = None
@@ -76,7 +86,8 @@ class Box:
   @property
   def parts(self) -> tuple[Callable[..., Any], ...]:
     """The function and the hooks that there are."""
-    hooks = (self.proximal, self.token_advantages, self.batch_statistics)
+    hooks = (self.proximal, self.average, self.vocabulary, self.proximal_vocabulary)
+    hooks += (self.token_advantages, self.batch_statistics)
     hooks += (self.init_state, self.update_state, self.host_state)
     return (self.function, *(hook for hook in hooks if hook is not None))
 
@@ -101,8 +112,7 @@ class BoundBox:
     if part is None:
       raise ConfigError(f'box {self.name} has no such part.')
     known = dict(self.options) | extra
-    names = _keyword_only(part)
-    return part(*args, **{name: known[name] for name in names if name in known})
+    return part(*args, **{name: known[name] for name in keyword_only(part) if name in known})
 
   @property
   def text(self) -> str:
@@ -149,13 +159,14 @@ def box_options(box: Box) -> dict[str, tuple[Any, Any]]:
   options: dict[str, tuple[Any, Any]] = {}
   for part in box.parts:
     hints = typing.get_type_hints(part, include_extras=True)
-    for name, default in _keyword_only(part).items():
+    for name, default in keyword_only(part).items():
       if name not in RESERVED:
         options.setdefault(name, (hints[name], default))
   return options
 
 
-def _keyword_only(function: Callable[..., Any]) -> dict[str, Any]:
+def keyword_only(function: Callable[..., Any]) -> dict[str, Any]:
+  """The keyword-only parameters of a function or hook and their defaults."""
   parameters = inspect.signature(function).parameters.values()
   return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 

@@ -17,7 +17,7 @@ class LossInputs(NamedTuple):
   """One value per token, all of one shape: [rows, N] in a loss, [M, rows, N] before micro-batches.
 
   The tokens of a trajectory lie in one row, in order; those of a group may lie in several rows and
-  micro-batches. Only `log_probs_t` and `entropy_t` carry a gradient.
+  micro-batches. Only `log_probs_t`, `entropy_t` and `vocabulary` carry a gradient.
   """
 
   log_probs_t: jax.Array  # float32, current policy
@@ -34,6 +34,9 @@ class LossInputs(NamedTuple):
   turn_t: jax.Array  # int32, index in the trajectory
   version_t: jax.Array  # int32, weights version that sampled the token
   staleness_t: jax.Array  # int32, learner version - version_t
+  vocabulary: Mapping[
+    str, Any
+  ] = {}  # by slot, what the hooks of whole distributions gave: [..., N, ...]
 
 
 class TokenLoss(NamedTuple):
@@ -96,12 +99,12 @@ def clean(inputs: LossInputs) -> LossInputs:
   mask = inputs.mask_t
 
   def masked(value: jax.Array) -> jax.Array:
+    kept = mask.reshape(mask.shape + (1,) * (value.ndim - mask.ndim))
     if jnp.issubdtype(value.dtype, jnp.integer):
-      return jnp.where(mask, value, -1)
-    return jnp.where(mask, value.astype(jnp.float32), 0.0)
+      return jnp.where(kept, value, -1)
+    return jnp.where(kept, value.astype(jnp.float32), 0.0)
 
-  fields = {name: masked(value) for name, value in inputs._asdict().items() if name != 'mask_t'}
-  return LossInputs(mask_t=mask, **fields)
+  return jax.tree.map(masked, inputs._replace(mask_t=None))._replace(mask_t=mask)
 
 
 def added(first: LossParts, second: LossParts) -> LossParts:

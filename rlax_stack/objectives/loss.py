@@ -21,6 +21,7 @@ from rlax_stack.objectives.inputs import (
   clean,
 )
 from rlax_stack.objectives.objective import Objective
+from rlax_stack.objectives.vocabulary import merged
 
 
 class Prepared(NamedTuple):
@@ -35,7 +36,12 @@ class Prepared(NamedTuple):
   step_scale: jax.Array | None = None  # factor of the optimizer's update; None: 1
 
 
-def prepare(objective: Objective, inputs: LossInputs, state: dict[str, Any]) -> Prepared:
+def prepare(
+  objective: Objective,
+  inputs: LossInputs,
+  state: dict[str, Any],
+  gradient_norms: jax.Array | None = None,
+) -> Prepared:
   """Weights, denominators and statistics of a whole batch.
 
   Args:
@@ -43,6 +49,8 @@ def prepare(objective: Objective, inputs: LossInputs, state: dict[str, Any]) -> 
     inputs: [M, rows, N]; `weight_t` is not read. Where `objective.needs_scores`, the log-probs and
       the entropy are those of the current weights.
     state: from `Objective.init_state`.
+    gradient_norms: [M, rows, N], ‖∇ Σ log π‖² of each token's trajectory, where
+      `objective.needs_gradient_norms`.
 
   Returns: Prepared; nothing in it carries a gradient.
   """
@@ -50,12 +58,13 @@ def prepare(objective: Objective, inputs: LossInputs, state: dict[str, Any]) -> 
   inputs = _with_proximal(objective, clean(inputs._replace(weight_t=weights.weight_t)))
   bound = objective.advantage
   if bound.box.token_advantages is not None:
-    adv_t = bound.call(bound.box.token_advantages, inputs, state=state.get('advantage'))
+    extras = {'state': state.get('advantage'), 'gradient_norms': gradient_norms}
+    adv_t = bound.call(bound.box.token_advantages, inputs, **extras)
     inputs = inputs._replace(adv_t=jnp.where(inputs.mask_t, adv_t, 0.0))
   found: dict[str, Statistics] = {}
   for slot, bound in objective.device_boxes.items():
     if bound.box.batch_statistics is not None:
-      extras = {'state': state.get(slot)}
+      extras = {'state': state.get(slot), 'vocabulary': inputs.vocabulary.get(slot, {})}
       if slot not in ('advantage', 'ratio'):
         extras['ratio'] = objective.ratio(
           inputs, state=state.get('ratio'), statistics=found.get('ratio')
@@ -83,7 +92,8 @@ def policy_loss(
   corrections, aₜ and D from the aggregation, rₜ and D_r of each regulariser
 
   Divided by: the global denominators of `prepared`, each term by its own.
-  Gradient flows through: log_probs_t and, with a box tagged 'entropy_gradient', entropy_t.
+  Gradient flows through: log_probs_t, what a `vocabulary` hook does not hold and, with a box tagged
+  'entropy_gradient', entropy_t.
   See "AReaL", Fu et al. (https://arxiv.org/abs/2505.24298), for the decoupled form.
 
   Args:
@@ -101,7 +111,8 @@ def policy_loss(
     inputs = inputs._replace(entropy_t=jax.lax.stop_gradient(inputs.entropy_t))
 
   def run(slot: str, bound: BoundBox, *args: Any) -> Any:
-    return bound(*args, **_extras(slot, prepared, state))
+    extras = _extras(slot, prepared, state) | {'vocabulary': inputs.vocabulary.get(slot, {})}
+    return bound(*args, **extras)
 
   ratio = run('ratio', objective.ratio, inputs)
   trust = run('trust_region', objective.trust_region, ratio, inputs)
@@ -165,8 +176,8 @@ def loss_inputs(batch: Any, scored: Any, *, version: jax.Array, score_proximal: 
 
   Args:
     batch: PackedBatch, [rows, N] or [M, rows, N] triples.
-    scored: log_prob and entropy of every triple under the current weights, or None where nothing
-      was scored (both are then 0).
+    scored: log_prob, entropy and vocabulary (by slot) of every triple under the current weights, or
+      None where nothing was scored (0 and nothing).
     version: int32 scalar, the learner's version.
     score_proximal: True reads `proximal_log_probs_t` of the batch; False takes the current policy
       itself, held constant, as the proximal one, so that the ratio is exactly 1.
@@ -174,6 +185,7 @@ def loss_inputs(batch: Any, scored: Any, *, version: jax.Array, score_proximal: 
   zero = jnp.zeros(batch.mask_t.shape, jnp.float32)
   log_probs, entropy = (zero, zero) if scored is None else (scored.log_prob, scored.entropy)
   held = jax.lax.stop_gradient(log_probs)
+  terms = {} if scored is None else scored.vocabulary
   return LossInputs(
     log_probs_t=log_probs,
     entropy_t=entropy,
@@ -189,4 +201,5 @@ def loss_inputs(batch: Any, scored: Any, *, version: jax.Array, score_proximal: 
     turn_t=batch.turn_t,
     version_t=batch.version_t,
     staleness_t=version - batch.version_t,
+    vocabulary=merged(batch.proximal_vocabulary, terms),
   )

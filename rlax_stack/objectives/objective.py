@@ -19,7 +19,7 @@ from rlax_stack.objectives import (
   shaping,
   trust_regions,
 )
-from rlax_stack.objectives.boxes import BoundBox, Table, bind
+from rlax_stack.objectives.boxes import BoundBox, Table, bind, keyword_only
 
 TABLES: Mapping[str, Table] = {
   'shaping': shaping.TABLE,
@@ -79,6 +79,18 @@ class Objective:
     """Whether some box wants to see the whole batch under the current weights first."""
     return any(b.box.batch_statistics or b.box.token_advantages for b in self.boxes)
 
+  @property
+  def needs_gradient_norms(self) -> bool:
+    """Whether the advantages weigh by the size of each trajectory's gradient."""
+    hook = self.advantage.box.token_advantages
+    return hook is not None and 'gradient_norms' in keyword_only(hook)
+
+  @property
+  def average_decay(self) -> float | None:
+    """The decay of the averaged weights that are the proximal policy; None where none are kept."""
+    bound = self.ratio
+    return bound.call(bound.box.average) if bound.box.average is not None else None
+
   def init_state(self) -> dict[str, Any]:
     """What the boxes carry from step to step, by slot; empty for most objectives."""
     stateful = {k: b for k, b in self.device_boxes.items() if b.box.init_state is not None}
@@ -136,7 +148,8 @@ def resolve(
     ratio: one box.
     trust_region: one box.
     corrections: boxes in order; 'auto' is token_tis(absolute_high=2) where `off_policy` holds and
-      the ratio is against proximal, and nothing otherwise.
+      the ratio is not against behaviour, or where it is against averaged weights, and nothing
+      otherwise.
     regularisers: boxes in order.
     aggregation: one box.
     critic: 'none'.
@@ -163,7 +176,8 @@ def resolve(
         f"config.objective.corrections mixes 'auto' with others, got {tuple(corrections)!r}. "
         'Name every correction, or auto alone.'
       )
-    weighted = off_policy and dict(bound_ratio.options).get('base') != 'behaviour'
+    base = dict(bound_ratio.options).get('base')
+    weighted = off_policy and base != 'behaviour' or base == 'ema'
     corrections = (_AUTO,) if weighted else ()
   objective = Objective(
     shaping=many('shaping', shaping),
@@ -197,6 +211,12 @@ def _check(objective: Objective) -> None:
     raise ConfigError(
       f'config.objective.ratio is against behaviour, and {weights[0]} weighs by proximal / behaviour '
       "once more. Set the ratio's base to proximal, or drop the correction."
+    )
+  if objective.trust_region.box.proximal_vocabulary and base in ('behaviour', 'log_linear'):
+    raise ConfigError(
+      f'{objective.trust_region.name} compares whole distributions with those of the proximal policy, '
+      f'but config.objective.ratio has base {base!r}, of which only log-probs of sampled tokens are '
+      "known. Set the ratio's base to proximal or ema."
     )
   if 'critic' in objective.tags:
     names = [bound.name for bound in objective.boxes if 'critic' in bound.box.tags]

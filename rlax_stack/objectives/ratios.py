@@ -5,16 +5,16 @@ tokens have log-ratio exactly 0.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rlax_stack.objectives import segments
-from rlax_stack.objectives.boxes import Box
+from rlax_stack.objectives.boxes import Box, Range
 from rlax_stack.objectives.inputs import LossInputs
 
-Base = Literal['proximal', 'behaviour', 'log_linear']
+Base = Literal['proximal', 'behaviour', 'log_linear', 'ema']
 
 # exp of it is finite in float32 and so are its products; beyond it the gradient is 0.
 MAX_LOG_RATIO = 20.0
@@ -63,8 +63,9 @@ def token(inputs: LossInputs, *, base: Base = 'proximal') -> Ratio:
 
   Args:
     inputs: [rows, N].
-    base: 'proximal', 'behaviour', or 'log_linear' for a proximal policy between behaviour and
-      current; see `interpolated`.
+    base: 'proximal', 'behaviour', or a proximal policy of its own: 'log_linear' lies between
+      behaviour and current (see `interpolated`), 'ema' is averaged weights (see `ema_decay`).
+    decay: of the averaged weights at each update; read with base 'ema' only.
   """
   log_token = _log_token(inputs, base)
   return Ratio(log_token, log_token, lambda value_t: value_t)
@@ -82,6 +83,7 @@ def sequence(inputs: LossInputs, *, base: Base = 'proximal') -> Ratio:
   Args:
     inputs: [rows, N].
     base: see `token`.
+    decay: see `token`.
   """
 
   def pool(value_t):
@@ -104,6 +106,7 @@ def geometric_mean(inputs: LossInputs, *, base: Base = 'proximal') -> Ratio:
   Args:
     inputs: [rows, N].
     base: see `token`.
+    decay: see `token`.
   """
 
   def pool(value_t):
@@ -126,6 +129,7 @@ def turn(inputs: LossInputs, *, base: Base = 'proximal') -> Ratio:
   Args:
     inputs: [rows, N].
     base: see `token`.
+    decay: see `token`.
   """
 
   def pool(value_t):
@@ -157,6 +161,26 @@ def interpolated(inputs: LossInputs, *, base: Base = 'proximal') -> jax.Array:
   return behaviour + (gap - 1.0) / gap * (current - behaviour)
 
 
+def ema_decay(
+  *, base: Base = 'proximal', decay: Annotated[float, Range(0.0, 1.0)] = 0.889
+) -> float | None:
+  """How much of the averaged weights one update keeps; None where the base is not 'ema'.
+
+  θ̄ = Σₖ βᵏ θ₋ₖ / Σₖ βᵏ,  θ₋ₖ the weights k updates ago, as far back as those of the start
+
+  The learner scores the proximal log-probs under θ̄ before every update, so that the trust region
+  bounds how fast the policy moves, however many updates a batch gets and however stale it is. That
+  costs a second copy of the weights, and a forward pass for every update.
+  See "Batch size-invariance for policy optimization", Hilton et al.
+  (https://arxiv.org/abs/2110.00641), PPO-EWMA. The default, a memory of nine updates, is ours.
+
+  Args:
+    base: see `token`.
+    decay: β; 0 makes the current weights the proximal ones.
+  """
+  return decay if base == 'ema' else None
+
+
 def _log_token(inputs: LossInputs, base: Base) -> jax.Array:
   behaviour = base == 'behaviour'
   log_probs = inputs.behaviour_log_probs_t if behaviour else inputs.proximal_log_probs_t
@@ -165,13 +189,14 @@ def _log_token(inputs: LossInputs, base: Base) -> jax.Array:
 
 _POOLED = frozenset({'pooled'})
 
+
+def _entry(function: Callable[..., Ratio], formula: str, tags: frozenset[str] = _POOLED) -> Box:
+  return Box(function, formula=formula, tags=tags, proximal=interpolated, average=ema_decay)
+
+
 TABLE = {
-  'token': Box(token, formula='ρ = π/π_{base}', proximal=interpolated),
-  'sequence': Box(
-    sequence, formula='ρ = (Π π/π_{base})^(1/n)', tags=_POOLED, proximal=interpolated
-  ),
-  'geometric_mean': Box(
-    geometric_mean, formula='ρ = (Π π/π_{base})^(1/n)', tags=_POOLED, proximal=interpolated
-  ),
-  'turn': Box(turn, formula='ρ = (Π_turn π/π_{base})^(1/n)', tags=_POOLED, proximal=interpolated),
+  'token': _entry(token, 'ρ = π/π_{base}', frozenset()),
+  'sequence': _entry(sequence, 'ρ = (Π π/π_{base})^(1/n)'),
+  'geometric_mean': _entry(geometric_mean, 'ρ = (Π π/π_{base})^(1/n)'),
+  'turn': _entry(turn, 'ρ = (Π_turn π/π_{base})^(1/n)'),
 }

@@ -12,6 +12,8 @@ from rlax_stack.objectives.advantages import (
   flat_groups,
   greedy,
   group,
+  minimum_variance,
+  off_policy_best_of_k,
   process,
   roles,
   token_std,
@@ -24,6 +26,8 @@ TABLE = (
   | token_std.TABLE
   | weighted.TABLE
   | best_of_k.TABLE
+  | off_policy_best_of_k.TABLE
+  | minimum_variance.TABLE
   | flat_groups.TABLE
   | branches.TABLE
   | greedy.TABLE

@@ -92,8 +92,8 @@ def ess_step(
 
   Divided by: B, the trajectories of the batch. Gradient flows through: nothing; the optimizer's
   update is scaled, its moments are not.
-  See "Stable Asynchrony", Huang et al. (https://arxiv.org/abs/2602.17616), VCPO's step scaling. Its
-  off-policy baseline needs a gradient norm per trajectory and is not here.
+  See "Stable Asynchrony", Huang et al. (https://arxiv.org/abs/2602.17616), VCPO's step scaling; its
+  off-policy baseline is the advantage `minimum_variance`.
 
   Args:
     inputs: [rows, N].

@@ -3,6 +3,14 @@
 A box: (LossInputs, *, options) -> Penalty.
 """
 
-from rlax_stack.objectives.regularisers import controlled_entropy, entropy, kl
+from rlax_stack.objectives.regularisers import (
+  controlled_entropy,
+  distribution,
+  entropy,
+  kl,
+  low_probability,
+)
 
-TABLE = kl.TABLE | entropy.TABLE | controlled_entropy.TABLE
+TABLE = (
+  kl.TABLE | entropy.TABLE | controlled_entropy.TABLE | low_probability.TABLE | distribution.TABLE
+)

@@ -61,36 +61,75 @@ def steer_coefficient(
   }
 
 
-def peak_entropy(inputs: LossInputs, *, statistics: Statistics, coef: _Positive = 0.005) -> Penalty:
-  """Pulls the entropy of each sequence's most uncertain tokens to where it was at the start.
+def peak_entropy(
+  inputs: LossInputs,
+  *,
+  statistics: Statistics,
+  vocabulary: dict[str, jax.Array],
+  coef: _Positive = 0.005,
+) -> Penalty:
+  """Pulls the entropy of each sequence's most uncertain tokens to where it was at the start (SIREN).
 
   L = c (H̄ − H̄₀)²,  H̄ = (1/B) Σᵢ (1/|Pᵢ|) Σ_{t ∈ Pᵢ} Hₜ,  Pᵢ the tokens above the q-quantile of yᵢ
+  Hₜ = −Σ_{v ∈ Vₜ} π̂ₜ(v) log π̂ₜ(v),  π̂ₜ(v) = πₜ(v) / Σ_{u ∈ Vₜ} πₜ(u),  Vₜ the most likely words, as many
+  as have less than p of the probability together, one at least
 
-  Divided by: |Pᵢ| and the B sequences that have peaks. Gradient flows through: entropy_t, linearised
-  at H̄ of the whole batch; Pᵢ and H̄₀ are held.
+  Divided by: |Pᵢ| and the B sequences that have peaks. Gradient flows through: Hₜ, linearised at H̄ of
+  the whole batch; Vₜ, Pᵢ and H̄₀ are held.
   See "Rethinking Entropy Regularization in Large Reasoning Models", Jiang et al.
-  (https://arxiv.org/abs/2509.25133): SIREN's peak-entropy mask and self-anchored form, without its
-  top-p mask (the entropy here is that of the whole vocabulary). Defaults of its script.
+  (https://arxiv.org/abs/2509.25133). Values of its script, and Vₜ as its code
+  (https://github.com/Linn3a/siren) has it, but for a bound of 10,000 words.
 
   Args:
     inputs: [rows, N].
     statistics: from `peaks`.
+    vocabulary: from `nucleus_entropy`.
     coef: c.
     quantile: q.
+    top_p: p; 1 takes the entropy of the whole vocabulary.
   """
   distance, weight = statistics.scalars['distance'], statistics.tokens['weight_t']
-  moved = inputs.entropy_t - jax.lax.stop_gradient(inputs.entropy_t)
+  entropy = vocabulary.get('entropy', inputs.entropy_t)
+  moved = entropy - jax.lax.stop_gradient(entropy)
   loss_t = coef * weight * (2.0 * distance * moved + distance * distance)
   # One number at every token, so that the average over trained tokens is that number.
   mean_t = jnp.broadcast_to(statistics.scalars['mean'], weight.shape)
   return Penalty(loss_t, jnp.float32(1.0), {'peak_entropy': mean_t})
 
 
+def nucleus_entropy(
+  log_policy: jax.Array, target: jax.Array, *, top_p: _Fraction = 0.8
+) -> dict[str, jax.Array]:
+  """Entropy of each distribution within its nucleus; see `peak_entropy`.
+
+  Args:
+    log_policy: [n, V].
+    target: not read.
+    top_p: p.
+
+  Returns: 'entropy' [n]; nothing where p is 1, since that is `entropy_t`.
+  """
+  del target
+  if top_p >= 1.0:
+    return {}
+  ranked = -jnp.sort(-log_policy, axis=-1)
+  probability = jnp.exp(ranked)
+  kept = jax.lax.stop_gradient(jnp.cumsum(probability, axis=-1) < top_p).at[:, 0].set(True)
+  inside = jnp.where(kept, probability, 0.0)
+  total = jnp.sum(inside, axis=-1)
+  return {'entropy': jnp.log(total) - jnp.sum(inside * ranked, axis=-1) / total}
+
+
 def peaks(
-  inputs: LossInputs, *, state: dict[str, jax.Array], quantile: _Fraction = 0.8
+  inputs: LossInputs,
+  *,
+  state: dict[str, jax.Array],
+  vocabulary: dict[str, jax.Array],
+  quantile: _Fraction = 0.8,
 ) -> Statistics:
   """The peaks of every sequence of the whole batch and how far their mean is from the anchor."""
-  mask, ids, entropy = inputs.mask_t, inputs.trajectory_t, inputs.entropy_t
+  mask, ids = inputs.mask_t, inputs.trajectory_t
+  entropy = vocabulary.get('entropy', inputs.entropy_t)
   rank = _rank(entropy, mask, ids)
   peak = mask & (rank > quantile * (segments.run_size(mask, ids) - 1.0))
   size = segments.run_sum(peak.astype(jnp.float32), mask, ids)
@@ -140,8 +179,9 @@ TABLE = {
   ),
   'peak_entropy': Box(
     peak_entropy,
-    formula='+ {coef:g}·(H_peaks − H_peaks at the start)²',
+    formula='+ {coef:g}·(H_peaks − H_peaks at the start)², H of the top {top_p:g}',
     tags=_TAGS,
+    vocabulary=nucleus_entropy,
     batch_statistics=peaks,
     init_state=no_anchor,
     update_state=keep_anchor,

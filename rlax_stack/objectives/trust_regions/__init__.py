@@ -9,6 +9,7 @@ from rlax_stack.objectives.trust_regions import (
   clip,
   covariance,
   divergence,
+  projection,
   soft,
   supervised,
   weighted,
@@ -19,6 +20,7 @@ TABLE = (
   | soft.TABLE
   | weighted.TABLE
   | divergence.TABLE
+  | projection.TABLE
   | covariance.TABLE
   | balanced.TABLE
   | supervised.TABLE

@@ -61,6 +61,50 @@ def spo(
   return _unclipped(-rho * adv + jnp.abs(adv) * (rho - 1.0) ** 2 / (2.0 * delta))
 
 
+def r2vpo(ratio: Ratio, inputs: LossInputs, *, state: jax.Array) -> TokenLoss:
+  """A squared distance of the ratio from 1 whose price is set so that its mean keeps to a bound.
+
+  Lₜ = −ρₜÂₜ + λ (ρₜ − 1)²;  after each update λ = max(λ + η (E[(ρ − 1)²] − δ), 0)
+
+  E[ρ] is 1 under the base policy, so E[(ρ − 1)²] over the trained tokens of the batch is the ratio's
+  variance: λ is the dual variable of max E[ρA] under Var[ρ] ≤ δ.
+  Divided by: the aggregation's denominator. Gradient flows through: the ratio; λ is held.
+  See "Ratio-Variance Regularized Policy Optimization", Luo et al.
+  (https://arxiv.org/abs/2605.26784): the constraint and its primal-dual form. The values of δ, η and
+  the first λ are ours.
+
+  Args:
+    ratio: its base is the policy that sampled, or several updates are made of a batch: else ρ is 1.
+    inputs: [rows, N].
+    state: λ, from `first_price`.
+    delta: δ, a bound of the variance.
+    step: η.
+    start: λ of the first update.
+  """
+  rho = ratio.ratio_t
+  square = (rho - 1.0) ** 2
+  one = _unclipped(-rho * inputs.adv_t + state * square)
+  return one._replace(
+    metrics={'ratio_variance': square, 'ratio_price': jnp.broadcast_to(state, rho.shape)}
+  )
+
+
+def first_price(*, start: Annotated[float, Range(0.0)] = 1.0) -> jax.Array:
+  """State of `r2vpo`: λ, float32."""
+  return jnp.float32(start)
+
+
+def raise_price(
+  state: jax.Array,
+  metrics: dict[str, jax.Array],
+  *,
+  delta: Annotated[float, Range(0.0)] = 0.02,
+  step: Annotated[float, Range(0.0)] = 1.0,
+) -> jax.Array:
+  """One step of dual ascent on λ of `r2vpo`; it never falls below 0."""
+  return jnp.maximum(state + step * (metrics['ratio_variance'] - delta), 0.0)
+
+
 def _unclipped(loss_t: jax.Array) -> TokenLoss:
   nowhere = jnp.zeros(loss_t.shape, bool)
   return TokenLoss(loss_t, nowhere, nowhere)
@@ -69,4 +113,10 @@ def _unclipped(loss_t: jax.Array) -> TokenLoss:
 TABLE = {
   'sapo': Box(sapo, formula='−A (4/τ) σ(τ(ρ−1)), τ={tau_positive:g} if A>0 else {tau_negative:g}'),
   'spo': Box(spo, formula='−ρA + |A|(ρ−1)²/(2·{delta:g})'),
+  'r2vpo': Box(
+    r2vpo,
+    formula='−ρA + λ(ρ−1)², λ for E(ρ−1)² ≤ {delta:g}',
+    init_state=first_price,
+    update_state=raise_price,
+  ),
 }

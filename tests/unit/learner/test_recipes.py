@@ -25,7 +25,7 @@ RECIPES = [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) 
 
 @pytest.fixture(scope='module')
 def make_small(tiny, make_learner):
-  """Function (objective) -> a learner of one layer."""
+  """Function (objective, updates_per_batch) -> a learner of one layer."""
   config = dataclasses.replace(tiny, num_layers=1, vocab_size=32, hidden_size=8, head_dim=4)
   rng = np.random.default_rng(0)
   params = jax.tree.map(
@@ -33,8 +33,8 @@ def make_small(tiny, make_learner):
     decoder.abstract_params(config),
   )
   plan = RowPlan(shape=RowShape(32, 32), micro_batch_rows=1, max_micro_batches=2)
-  return lambda objective: make_learner(
-    config=config, params=params, objective=objective, rows=plan
+  return lambda objective, updates: make_learner(
+    config=config, params=params, objective=objective, rows=plan, updates_per_batch=updates
   )
 
 
@@ -83,11 +83,12 @@ def test_recipe_takes_two_steps(name, make_small, groups):
   source.rollout.max_tokens = 8
   config = from_config_dict(source)
   check(config)
-  learner = make_small(resolve_objective(config))
+  updates = config.learner.updates_per_batch
+  learner = make_small(resolve_objective(config), updates)
   sampled, before = _as_sampled(learner, groups), learner.snapshot()
   learner.train(sampled)
   found = learner.train(sampled).result()
   assert all(np.isfinite(value) for value in found.values()), found
-  assert found['skipped'] == 0.0 and int(learner.state.step) == 2
+  assert found['skipped'] == 0.0 and int(learner.state.step) == 2 * updates
   moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), learner.snapshot(), before)
   assert max(jax.tree.leaves(moved)) > 0

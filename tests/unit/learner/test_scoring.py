@@ -12,6 +12,7 @@ from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
 from rlax_stack.learner.packing import RowShape
 from rlax_stack.learner.scoring import (
   ForwardSettings,
+  make_proximal_score,
   make_score,
   micro_batch,
   rows_sharding,
@@ -80,6 +81,22 @@ def test_make_score_leaves_unused_micro_batches_at_zero(tiny, tiny_params, packe
   )
   np.testing.assert_array_equal(np.asarray(scores[0])[~batch.mask_t], 0)
   np.testing.assert_array_equal(scores[1], 0)
+
+
+def test_proximal_scores_are_put_in_the_batch(tiny, tiny_params, packed):
+  _, batch = packed
+  mesh = make_mesh({'data': 2}, jax.devices()[:2])
+  stacked = jax.tree.map(lambda x: np.stack([x, x]), batch)
+  with_proximal = make_proximal_score(tiny, mesh, SETTINGS, resolve(regularisers=('lp_reg',)))
+  found = with_proximal(tiny_params, stacked, np.int32(2))
+  want = make_score(tiny, mesh, SETTINGS)(tiny_params, stacked, np.int32(2))
+  np.testing.assert_array_equal(found.proximal_log_probs_t, want)
+  proxy = found.proximal_vocabulary['regularisers/0']
+  kept = np.asarray(proxy['kept']) > 0
+  assert (
+    kept.any() and (np.asarray(proxy['log_proxy'])[kept] >= np.asarray(want)[kept] - 1e-5).all()
+  )
+  np.testing.assert_array_equal(found.adv_t, stacked.adv_t)
 
 
 def test_micro_batch_takes_one_entry_of_every_leaf():

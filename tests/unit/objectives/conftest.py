@@ -6,15 +6,18 @@ import numpy as np
 import pytest
 
 from rlax_stack.objectives import loss
-from rlax_stack.objectives.inputs import LossInputs, added
+from rlax_stack.objectives.inputs import LossInputs, added, clean
 from rlax_stack.objectives.process_rewards import Steps
 from rlax_stack.objectives.reward_batch import RewardBatch
+from rlax_stack.objectives.vocabulary import current_terms, merged, proximal_terms
 from rlax_stack.types import FinishReason, Reward, Trajectory
 
 
 def _whole_loss(objective, inputs, state=None):
   state = objective.init_state() if state is None else state
-  prepared = loss.prepare(objective, inputs, state)
+  # Some size for the gradient of each trajectory, known by its index.
+  norms = 1.0 + (clean(inputs).trajectory_t % 3).astype(jnp.float32)
+  prepared = loss.prepare(objective, inputs, state, norms)
   total = None
   for index in range(inputs.mask_t.shape[0]):
     tokens, rows = jax.tree.map(lambda x, i=index: x[i], (prepared.tokens, inputs))
@@ -57,6 +60,28 @@ def _inputs(seed=0, masked=0.0, drift=0.15, rows=2):
     version_t=ids(3 - trajectory % 2),
     staleness_t=ids(trajectory % 2),
   )
+
+
+def _with_vocabulary(objective, inputs, masked=0.0, words=6):
+  """The inputs with what the boxes' hooks make of random distributions; `masked` as in `_inputs`."""
+  rng, mask = np.random.default_rng(5), np.asarray(inputs.mask_t)
+  target = jnp.asarray(rng.integers(0, words, mask.size), jnp.int32)
+
+  def terms(function, proximal):
+    if function is None:
+      return {}
+    logits = jnp.asarray(rng.standard_normal((mask.size, words)), jnp.float32)
+    return function(jax.nn.log_softmax(logits), target, proximal)
+
+  held = terms(proximal_terms(objective), {})
+  found = merged(held, terms(current_terms(objective, score_proximal=True), held))
+
+  def filled(value):
+    value = np.array(value).reshape(*mask.shape, *value.shape[1:])
+    value[~mask] = masked if np.issubdtype(value.dtype, np.floating) else 2**30
+    return jnp.asarray(value)
+
+  return inputs._replace(vocabulary=jax.tree.map(filled, found))
 
 
 def _trajectory(tokens, reward, prompt=7, roles=()):
@@ -132,6 +157,12 @@ def whole_loss():
 def make_inputs():
   """Function (seed, masked, drift, rows) -> LossInputs of [2, rows, 9]; masked places hold `masked`."""
   return _inputs
+
+
+@pytest.fixture(scope='session')
+def with_vocabulary():
+  """Function (objective, inputs, masked) -> the inputs with the results of its vocabulary hooks."""
+  return _with_vocabulary
 
 
 @pytest.fixture(scope='session')

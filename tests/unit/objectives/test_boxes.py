@@ -1,11 +1,12 @@
 """Box strings: what is read, what is refused and what the message says; the formula line."""
 
+import inspect
 from typing import Annotated, Literal
 
 import pytest
 
 from rlax_stack.errors import ConfigError
-from rlax_stack.objectives.boxes import BoundBox, Box, Range, bind
+from rlax_stack.objectives.boxes import BoundBox, Box, Range, bind, keyword_only
 from rlax_stack.objectives.objective import resolve
 
 
@@ -97,12 +98,28 @@ def test_formula_is_one_line_with_every_symbol():
   assert 'ρ' not in resolve(trust_region='reinforce').formula
 
 
+def test_a_hook_gets_the_options_and_extras_that_it_names():
+  def function(*, scale: float = 2.0, vocabulary):
+    return scale, vocabulary
+
+  def hook(value, *, proximal, size: int = 3):
+    return value, proximal, size
+
+  assert keyword_only(hook) == {'proximal': inspect.Parameter.empty, 'size': 3}
+  box = Box(function, formula='x', vocabulary=hook)
+  bound = bind('sample(size=5)', {'sample': box}, 'here')
+  assert bound.options == (('scale', 2.0), ('size', 5))
+  assert bound(vocabulary='v', proximal='p') == (2.0, 'v')
+  assert bound.call(box.vocabulary, 1, vocabulary='v', proximal='p') == (1, 'p', 5)
+
+
 def test_auto_corrects_off_policy_only():
   assert resolve().corrections == ()
   assert [bound.text for bound in resolve(off_policy=True).corrections] == [
     'token_tis(absolute_high=2.0)'
   ]
   assert resolve(off_policy=True, ratio='token(base="behaviour")').corrections == ()
+  assert resolve(ratio='token(base="ema")').corrections[0].name == 'token_tis'
 
 
 def test_an_estimator_that_needs_a_critic_is_refused(monkeypatch):

@@ -21,7 +21,7 @@ class _Batch:
 
   def __init__(self, inputs):
     mask = np.asarray(inputs.mask_t)
-    for name, value in inputs._asdict().items():
+    for name, value in inputs._replace(vocabulary=mask)._asdict().items():
       setattr(self, name, np.asarray(value)[mask].astype(np.float64))
     self.w = np.exp(self.proximal_log_probs_t - self.behaviour_log_probs_t)
     self.u = np.exp(self.log_probs_t - self.behaviour_log_probs_t)

@@ -16,7 +16,12 @@ _LISTS = ('shaping', 'corrections', 'regularisers')
 _DEVICE = [(slot, name) for slot, name in _ALL if slot != 'shaping']
 # A mask, a ratio or a loss that steps at a bound has no useful difference there; the seed avoids it.
 _STEP = 1e-3
-_PAD = ((0, 1), (0, 0), (0, 3))
+
+
+def _rows(x):
+  """[2, 2, 9, ...] in another order, as five micro-batches of one longer row."""
+  rows = x[::-1, ::-1].reshape(4, 1, 9, *x.shape[3:])
+  return jnp.pad(rows, ((0, 1), (0, 0), (0, 3)) + ((0, 0),) * (rows.ndim - 3))
 
 
 def _objective(slot, name):
@@ -59,7 +64,9 @@ def test_entry_is_documented_and_its_options_are_named_by_what_they_bound(slot, 
 
 
 @pytest.mark.parametrize(('slot', 'name'), _DEVICE)
-def test_masked_nan_changes_neither_loss_nor_gradient(slot, name, whole_loss, make_inputs):
+def test_masked_nan_changes_neither_loss_nor_gradient(
+  slot, name, whole_loss, make_inputs, with_vocabulary
+):
   objective, found = _objective(slot, name), []
 
   @jax.jit
@@ -68,7 +75,7 @@ def test_masked_nan_changes_neither_loss_nor_gradient(slot, name, whole_loss, ma
     return jax.value_and_grad(loss, (0, 1))(inputs.log_probs_t, inputs.entropy_t)
 
   for masked in (0.0, float('nan'), float('inf'), -50.0):
-    found.append(evaluate(make_inputs(masked=masked)))
+    found.append(evaluate(with_vocabulary(objective, make_inputs(masked=masked), masked)))
   assert np.isfinite(found[0][0])
   for other in found[1:]:
     jax.tree.map(np.testing.assert_array_equal, other, found[0])
@@ -77,9 +84,12 @@ def test_masked_nan_changes_neither_loss_nor_gradient(slot, name, whole_loss, ma
 
 
 @pytest.mark.parametrize(('slot', 'name'), _DEVICE)
-def test_gradient_is_that_of_finite_differences(slot, name, whole_loss, make_inputs, monkeypatch):
+def test_gradient_is_that_of_finite_differences(
+  slot, name, whole_loss, make_inputs, with_vocabulary, monkeypatch
+):
   """What is under stop_gradient is recorded once and held while the inputs move."""
-  objective, inputs = _objective(slot, name), make_inputs(seed=1)
+  objective = _objective(slot, name)
+  inputs = with_vocabulary(objective, make_inputs(seed=1))
   loss = _loss(whole_loss, objective, inputs)
   at = (inputs.log_probs_t, inputs.entropy_t)
   gradients = jax.grad(loss, (0, 1))(*at)
@@ -112,12 +122,14 @@ def test_gradient_is_that_of_finite_differences(slot, name, whole_loss, make_inp
 
 
 @pytest.mark.parametrize(('slot', 'name'), _DEVICE)
-def test_loss_does_not_depend_on_rows_and_micro_batches(slot, name, whole_loss, make_inputs):
-  objective, inputs = _objective(slot, name), make_inputs(seed=2)
+def test_loss_does_not_depend_on_rows_and_micro_batches(
+  slot, name, whole_loss, make_inputs, with_vocabulary
+):
+  objective = _objective(slot, name)
+  inputs = with_vocabulary(objective, make_inputs(seed=2))
   evaluate = jax.jit(lambda inputs: whole_loss(objective, inputs))
   want = evaluate(inputs)
-  rows = jax.tree.map(lambda x: jnp.pad(x[::-1, ::-1].reshape(4, 1, 9), _PAD), inputs)
-  got = evaluate(rows)
+  got = evaluate(jax.tree.map(_rows, inputs))
   np.testing.assert_allclose(got.loss, want.loss, rtol=2e-5, atol=1e-7)
   for key, pair in want.means.items():
     np.testing.assert_allclose(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rlax_stack.errors import ConfigError
+from rlax_stack.objectives.advantages.minimum_variance import minimum_variance
 from rlax_stack.objectives.host import advantages_of
 from rlax_stack.objectives.objective import resolve
 from rlax_stack.objectives.reward_batch import by_member, compared_groups, groups_of
@@ -202,3 +203,11 @@ def test_members_of_groups(batch, make_reward_batch):
   np.testing.assert_array_equal(by_member(batch, lambda m: m)[:4], [0, 1, 2, 3])
   with pytest.raises(ConfigError, match='at least 2 samples per group, got 1'):
     compared_groups(make_reward_batch([1.0], [0]))
+
+
+@pytest.mark.parametrize('by_std', [True, False])
+def test_minimum_variance_of_equal_gradients_is_the_centred_reward(by_std, make_reward_batch):
+  batch = make_reward_batch([1.0, 0.0, 0.0, 0.5, 0.5], [0, 0, 0, 1, 1])
+  found = minimum_variance(batch, by_std=by_std)
+  scale = np.sqrt(2 / 9) if by_std else 1.0
+  np.testing.assert_allclose(found, np.array([2, -1, -1, 0, 0]) / 3 / scale, rtol=1e-9)

@@ -17,10 +17,12 @@ import pytest
 
 from rlax_stack import objective_rules
 from rlax_stack.config import from_config_dict
+from rlax_stack.learner.scoring import TargetScores
+from rlax_stack.learner.state import averaged
 from rlax_stack.objectives import loss, metrics
 from rlax_stack.objectives.host import advantages_of
 from rlax_stack.objectives.inputs import added
-from rlax_stack.pallas_kernels.fused_log_prob import FusedLogProb
+from rlax_stack.objectives.vocabulary import current_terms, proximal_terms
 from rlax_stack.types import PackedBatch
 
 _ROOT = pathlib.Path(__file__).parents[3]
@@ -88,30 +90,56 @@ def _batch(samples, version, found):
   return fields
 
 
-def _score(logits, fields):
+def _score(logits, fields, terms=None):
+  shape = fields['target_t'].shape
   log_policy = jax.nn.log_softmax(logits.reshape(-1, _WORDS))[fields['source_index_t']]
   log_prob = jnp.take_along_axis(log_policy, fields['target_t'][..., None], axis=-1)[..., 0]
   entropy = -jnp.sum(jnp.exp(log_policy) * log_policy, axis=-1)
-  return FusedLogProb(log_prob, entropy, entropy)
+  if terms is None:
+    return TargetScores(log_prob, entropy)
+  flat, target = log_policy.reshape(-1, _WORDS), fields['target_t'].reshape(-1)
+  known = fields.get('proximal_vocabulary', {})
+  known = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(shape) :]), known)
+  found = terms(flat, target, known)
+  found = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
+  return TargetScores(log_prob, entropy, found)
+
+
+def _gradient_norms(logits, fields):
+  """The squared norm of ∇ Σ log π of every answer, at each of its tokens."""
+  ids = jnp.where(fields['mask_t'], fields['trajectory_t'], 0).reshape(-1)
+  count = _PROMPTS * _SAMPLES
+
+  def sums(logits):
+    log_probs = jnp.where(fields['mask_t'], _score(logits, fields).log_prob, 0.0)
+    return jax.ops.segment_sum(log_probs.reshape(-1), ids, num_segments=count)
+
+  norms = jnp.sum(jax.jacrev(sums)(logits).reshape(count, -1) ** 2, axis=1)
+  return norms[ids].reshape(fields['mask_t'].shape)
 
 
 @functools.cache
-def _make_step(objective):
+def _make_step(objective, score_proximal):
   optimizer = optax.adam(0.2)
+  terms = current_terms(objective, score_proximal=score_proximal)
 
-  def step(logits, opt_state, state, fields, version, anchor):
+  def step(logits, opt_state, state, fields, version, anchor, proximal):
     nothing = dict.fromkeys(('tokens', 'positions', 'subtree_end'), fields['target_t'])
     fields = fields | {'anchor_log_probs_t': _score(anchor, fields).log_prob}
+    if score_proximal:
+      old = _score(proximal, fields, proximal_terms(objective))
+      fields |= {'proximal_log_probs_t': old.log_prob, 'proximal_vocabulary': old.vocabulary}
     batch = PackedBatch(**nothing, **fields)
-    settings = {'version': version, 'score_proximal': False}
-    held = jax.lax.stop_gradient(_score(logits, fields))
-    prepared = loss.prepare(objective, loss.loss_inputs(batch, held, **settings), state)
+    settings = {'version': version, 'score_proximal': score_proximal}
+    held = jax.lax.stop_gradient(_score(logits, fields, terms))
+    norms = _gradient_norms(logits, fields)
+    prepared = loss.prepare(objective, loss.loss_inputs(batch, held, **settings), state, norms)
 
     def whole(logits):
       total = None
       for i in range(2):
         rows, tokens = jax.tree.map(lambda x, i=i: x[i], (batch, prepared.tokens))
-        inputs = loss.loss_inputs(rows, _score(logits, rows._asdict()), **settings)
+        inputs = loss.loss_inputs(rows, _score(logits, rows._asdict(), terms), **settings)
         part = loss.policy_loss(objective, inputs, prepared._replace(tokens=tokens), state)
         total = part if total is None else added(total, part)
       return total.loss, total
@@ -127,14 +155,16 @@ def _make_step(objective):
   return jax.jit(step), optimizer
 
 
-def learn(objective, make_reward_batch, *, staleness, seed=0):
+def learn(objective, make_reward_batch, *, staleness, updates=1, seed=0):
   """Mean rewards of the first and of the last five of _STEPS steps, and the last metrics."""
-  step, optimizer = _make_step(objective)
+  decay = objective.average_decay
+  step, optimizer = _make_step(objective, updates > 1 or decay is not None)
   rng = np.random.default_rng(seed)
   target = rng.integers(1, _WORDS, (_PROMPTS, _LENGTH))
   anchor = jnp.zeros((_PROMPTS, _LENGTH, _WORDS), jnp.float32)
   logits, opt_state, state = anchor, optimizer.init(anchor), objective.init_state()
   group = np.repeat(np.arange(_PROMPTS), _SAMPLES)
+  average = {'params': logits, 'weight': jnp.float32(1.0)}
   history, rewards, found, carried = [np.asarray(logits)], [], {}, objective.init_host_state()
   for version in range(_STEPS):
     oldest = max(version - staleness, 0)
@@ -148,9 +178,13 @@ def learn(objective, make_reward_batch, *, staleness, seed=0):
     )
     estimate = advantages_of(objective, batch, carried)
     fields, carried = _batch(samples, oldest, estimate), estimate.state
-    logits, opt_state, state, found = step(
-      logits, opt_state, state, fields, np.int32(version), anchor
-    )
+    proximal = logits
+    for _ in range(updates):
+      proximal = proximal if decay is None else average['params']
+      logits, opt_state, state, found = step(
+        logits, opt_state, state, fields, np.int32(version), anchor, proximal
+      )
+      average = average if decay is None else averaged(average, logits, decay)
     history.append(np.asarray(logits))
     rewards.append(samples.reward.mean())
   return np.mean(rewards[:5]), np.mean(rewards[-5:]), found
@@ -164,6 +198,8 @@ def test_recipe_raises_the_reward(name, staleness, make_reward_batch):
   config.rollout.max_tokens = 2 * _LENGTH  # no answer is near it
   objective = objective_rules.resolve_objective(from_config_dict(config))
   assert not list(objective_rules.objective_problems(from_config_dict(config)))
-  before, after, found = learn(objective, make_reward_batch, staleness=staleness)
+  before, after, found = learn(
+    objective, make_reward_batch, staleness=staleness, updates=config.learner.updates_per_batch
+  )
   assert all(np.isfinite(value) for value in found.values())
   assert after > before + 0.1

@@ -10,7 +10,7 @@ import pytest
 from rlax_stack.objectives import metrics
 from rlax_stack.objectives.inputs import clean
 from rlax_stack.objectives.objective import resolve
-from rlax_stack.objectives.regularisers import controlled_entropy, kl
+from rlax_stack.objectives.regularisers import controlled_entropy, distribution, kl
 
 _ESTIMATORS = ('k1', 'k2', 'k3', 'k3_plus', 'k3_score', 'k3_is')
 
@@ -32,7 +32,7 @@ def _term(whole_loss, inputs, text, state=None, which='log_probs_t'):
 
 def _columns(inputs):
   mask = np.asarray(inputs.mask_t)
-  held = clean(inputs)
+  held = clean(inputs)._replace(vocabulary=mask)
   return mask, {k: np.asarray(v, np.float64)[mask] for k, v in held._asdict().items()}
 
 
@@ -162,7 +162,7 @@ def test_kept_anchor_and_peaks_stand_on_their_own(make_inputs):
   kept = controlled_entropy.keep_anchor(state, {'peak_entropy': jnp.float32(2.0)})
   again = controlled_entropy.keep_anchor(kept, {'peak_entropy': jnp.float32(5.0)})
   assert float(again['anchor']) == 2.0
-  found = controlled_entropy.peaks(inputs, state=kept, quantile=0.5)
+  found = controlled_entropy.peaks(inputs, state=kept, vocabulary={}, quantile=0.5)
   weight, mean = _peaks(mask, b, 0.5)
   np.testing.assert_allclose(np.asarray(found.tokens['weight_t'])[mask], weight, rtol=1e-6)
   assert float(found.scalars['distance']) == pytest.approx(mean - 2.0, rel=1e-5)
@@ -177,3 +177,34 @@ def test_kl_reward(make_reward_batch):
   objective = resolve(shaping=('kl_reward(coef=0.5)',))
   assert objective.tags >= {'host_scores'}
   np.testing.assert_allclose(objective.shaping[0](batch).reward, [1 - 0.25, -0.125])
+
+
+def _distances(b, temperature, log_probs):
+  """The loss of DMPO, group by group."""
+  total, groups = 0.0, set(b['group_t'])
+  for g in groups:
+    answers = sorted({int(t) for t in b['trajectory_t'][b['group_t'] == g]})
+    reward, score = (
+      np.array([value[b['trajectory_t'] == t].mean() for t in answers])
+      for value in (b['reward_t'], log_probs)
+    )
+    target, policy = (
+      np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in (reward / temperature, score)
+    )
+    total += ((target - policy) ** 2).mean()
+  return total / len(groups)
+
+
+@pytest.mark.parametrize('temperature', [1 / 15, 0.5])
+def test_distribution_matching(temperature, whole_loss, make_inputs):
+  inputs = make_inputs(seed=26)
+  mask, b = _columns(inputs)
+  text = f'distribution_matching(coef=3.0, temperature={temperature})'
+  value, gradient, *_ = _term(whole_loss, inputs, text)
+  assert value == pytest.approx(3.0 * _distances(b, temperature, b['log_probs_t']), rel=1e-5)
+  for seed in range(3):
+    step = 1e-5 * np.random.default_rng(seed).standard_normal(mask.sum())
+    ends = [_distances(b, temperature, b['log_probs_t'] + sign * step) for sign in (1, -1)]
+    assert (gradient[mask] * step).sum() == pytest.approx(1.5 * (ends[0] - ends[1]), rel=1e-3)
+  found = distribution.group_distances(clean(inputs), temperature=temperature)
+  assert float(jnp.sum(found.tokens['loss'])) == pytest.approx(value / 3.0, rel=1e-5)

@@ -66,6 +66,7 @@ def _inputs(current):
     mask_t=jnp.asarray(_MASK)[None],
     trajectory_t=rows,
     group_t=rows // 2,
+    vocabulary={},
   )
 
 

@@ -15,7 +15,7 @@ import pytest
 from rlax_stack.objectives import metrics
 from rlax_stack.objectives.inputs import LossInputs
 from rlax_stack.objectives.objective import resolve
-from rlax_stack.objectives.trust_regions import balanced, covariance
+from rlax_stack.objectives.trust_regions import balanced, covariance, soft
 
 _SCRIPT = runpy.run_path(str(pathlib.Path(__file__).with_name('golden_losses.py')))
 _MASK, _N = _SCRIPT['MASK'], _SCRIPT['N']
@@ -297,3 +297,36 @@ def test_choices_are_of_the_batch(make_inputs):
   assert (float(found['low']), float(found['high'])) == pytest.approx((0.6, 1.2))
   found = balanced.search_bounds(bad, ratio=ratio).scalars
   assert (float(found['low']), float(found['high'])) == pytest.approx((0.9, 3.0))
+
+
+def test_r2vpo(whole_loss, make_inputs):
+  """The price of the variance rises while it is above the bound and falls, not below 0, after."""
+  inputs = make_inputs(seed=3, drift=0.3)
+  mask = np.asarray(inputs.mask_t)
+  now, then, adv = (
+    np.asarray(x, np.float64)[mask]
+    for x in (inputs.log_probs_t, inputs.proximal_log_probs_t, inputs.adv_t)
+  )
+  rho = np.exp(now - then)
+  variance = ((rho - 1) ** 2).mean()
+  for delta, prices in ((0.5 * variance, (0.2, 0.2 + 2 * variance)), (9.0, (0.2, 0.0))):
+    text = f'r2vpo(delta={delta}, step=4.0, start=0.2)'
+    objective = resolve(trust_region=text, corrections=())
+    state = objective.init_state()
+    for price in prices:
+      assert float(state['trust_region']) == pytest.approx(price, rel=1e-4)
+
+      def loss(x, objective=objective, state=state):
+        parts = whole_loss(objective, inputs._replace(log_probs_t=x), state)
+        return parts.loss, metrics.finished(parts)
+
+      (value, found), gradient = jax.value_and_grad(loss, has_aux=True)(inputs.log_probs_t)
+      want = (-rho * adv + price * (rho - 1) ** 2).mean()
+      assert float(value) == pytest.approx(want, rel=1e-5)
+      slope = rho * (-adv + 2 * price * (rho - 1)) / len(rho)
+      np.testing.assert_allclose(np.asarray(gradient)[mask], slope, rtol=2e-4, atol=1e-7)
+      assert float(found['ratio_variance']) == pytest.approx(variance, rel=1e-4)
+      state = objective.update_state(state, found)
+  assert float(soft.first_price(start=0.5)) == 0.5
+  raised = soft.raise_price(jnp.float32(1.0), {'ratio_variance': jnp.float32(0.12)})
+  assert float(raised) == pytest.approx(1.1)

@@ -17,6 +17,7 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlax_stack.errors import NonFiniteError
+from rlax_stack.learner import critic as critics
 from rlax_stack.learner import packing
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
 from rlax_stack.learner.row_plan import RowPlan
@@ -76,7 +77,11 @@ class Learner:
     self._optimizer = make_optimizer(settings.optimizer)
     self._replicated = NamedSharding(mesh, PartitionSpec())
     self._objective = settings.objective
-    self._state = init_state(params, self._optimizer, mesh, self._objective.init_state)
+    self._critic = settings.objective.critic_settings
+    self._make_critic_state = critics.make_state(self._critic, settings.optimizer)
+    self._state = init_state(
+      params, self._optimizer, mesh, self._objective.init_state, self._make_critic_state
+    )
     self._version = 0
     self._score_proximal = settings.updates_per_batch > 1
     self._step = make_train_step(
@@ -88,6 +93,8 @@ class Learner:
       score_proximal=self._score_proximal,
     )
     self._score = make_score(config, mesh, settings.forward)
+    if self._critic is not None:
+      self._score_values = critics.make_value_score(config, mesh, settings.forward, self._critic)
     self._capacity = settings.rows.max_micro_batches
     self._anchor = self.snapshot() if self._objective.tags & _ANCHORED else None
     self._last: StepMetrics | None = None
@@ -120,7 +127,11 @@ class Learner:
   def abstract_state(self) -> Any:
     """Shapes, dtypes and shardings of `state`, for restoring into."""
     return abstract_state(
-      self._state.params, self._optimizer, self._mesh, self._objective.init_state
+      self._state.params,
+      self._optimizer,
+      self._mesh,
+      self._objective.init_state,
+      self._make_critic_state,
     )
 
   def restore(self, state: LearnerState) -> None:
@@ -128,11 +139,26 @@ class Learner:
     self._state, self._last = state, None
     self._version = int(jax.device_get(state.version))
 
+  def take_critic(self, found: Any, source: str) -> None:
+    """Starts from the critic of an earlier run; its optimizer starts afresh.
+
+    Args:
+      found: its parameters, nested dict of numpy arrays (`load_checkpoint_critic`).
+      source: where they come from, for messages.
+
+    Raises:
+      ConfigError: they are of another critic than this learner's.
+    """
+    fresh = self._state.critic.get('params', {})
+    critic = self._state.critic | {'params': critics.taken_over(found, fresh, source)}
+    self._state = self._state._replace(critic=critic)
+
   def train(self, groups: Sequence[Group]) -> StepMetrics:
     """Trains on one batch and returns at once; the device works on.
 
     Args:
-      groups: every trajectory with a finite `reward.value`, at least two to a group.
+      groups: every trajectory with a finite `reward.value`; at least two to a group where the
+        estimator compares them.
 
     Returns: StepMetrics, on the device until asked for.
 
@@ -151,6 +177,10 @@ class Learner:
     if self._score_proximal:
       scores = self._score(self._state.params, batch, num_micro)
       batch = batch._replace(proximal_log_probs_t=scores)
+    if self._critic is not None:
+      critic_params = self._state.critic['params']
+      values, after = self._score_values(self._state.params, critic_params, batch, num_micro)
+      batch = batch._replace(value_t=values, next_value_t=after)
     for _ in range(self._settings.updates_per_batch):
       self._state, scalars = self._step(self._state, batch, num_micro)
     self._version += 1
@@ -224,6 +254,7 @@ class Learner:
       row_shapes=[plan.shape],
       rows_multiple=plan.micro_batch_rows,
       rewards=rewards,
+      bootstrap=self._critic is not None and self._critic.bootstrap,
     )
 
   def _place(self, packed: PackedBatch) -> tuple[PackedBatch, jax.Array]:

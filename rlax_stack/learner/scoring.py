@@ -55,6 +55,19 @@ def target_log_probs(
   Returns: FusedLogProb of float32 [R, N] arrays; at masked triples they are finite and mean
     nothing.
   """
+  return head_log_probs(
+    params, config, row_states(params, config, rows, settings, mesh), rows, settings
+  )
+
+
+def row_states(
+  params: Any,
+  config: ModelConfig,
+  rows: PackedBatch,
+  settings: ForwardSettings,
+  mesh: Mesh | None = None,
+) -> jax.Array:
+  """Final hidden states of packed rows, [R, T, D]; arguments as `target_log_probs`."""
   attend = functools.partial(
     tree_attention,
     positions=rows.positions,
@@ -62,7 +75,7 @@ def target_log_probs(
     window=config.sliding_window,
     mesh=mesh,
   )
-  hidden = decoder.hidden_states(
+  return decoder.hidden_states(
     params,
     config,
     rows.tokens,
@@ -71,6 +84,16 @@ def target_log_probs(
     compute_dtype=settings.compute_dtype,
     remat=settings.remat,
   )
+
+
+def head_log_probs(
+  params: Any,
+  config: ModelConfig,
+  hidden: jax.Array,
+  rows: PackedBatch,
+  settings: ForwardSettings,
+) -> FusedLogProb:
+  """`target_log_probs` of hidden states that are there already (`row_states`)."""
   # Only the places that predict a target reach the LM head.
   sources = jnp.take_along_axis(hidden, rows.source_index_t[..., None], axis=1)
   scored = fused_log_prob(

@@ -26,6 +26,7 @@ class LearnerState(NamedTuple):
   skipped: Any  # updates skipped for a non-finite loss or gradient, since the start
   skipped_in_row: Any  # the same, since the last update that was applied
   objective: Any  # what boxes carry from step to step (`Objective.init_state`); {} for most
+  critic: Any  # params and opt_state of the critic; {} without one
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
@@ -39,7 +40,13 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
     skipped=replicated,
     skipped_in_row=replicated,
     objective=jax.tree.map(lambda _: replicated, state.objective),
+    critic=param_shardings(state.critic, mesh),
   )
+
+
+def _no_critic(params: Any) -> Any:
+  del params
+  return {}
 
 
 def abstract_state(
@@ -47,9 +54,11 @@ def abstract_state(
   optimizer: optax.GradientTransformation,
   mesh: Mesh,
   make_objective_state: Callable[[], Any] = dict,
+  make_critic_state: Callable[[Any], Any] = _no_critic,
 ) -> Any:
   """Shapes, dtypes and shardings of a state over `params` (arrays or shapes); allocates nothing."""
-  shapes = jax.eval_shape(lambda p: _fresh(p, optimizer, make_objective_state), params)
+  makers = make_objective_state, make_critic_state
+  shapes = jax.eval_shape(lambda p: _fresh(p, optimizer, *makers), params)
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
     shapes,
@@ -62,6 +71,7 @@ def init_state(
   optimizer: optax.GradientTransformation,
   mesh: Mesh,
   make_objective_state: Callable[[], Any] = dict,
+  make_critic_state: Callable[[Any], Any] = _no_critic,
 ) -> LearnerState:
   """A fresh state on `mesh`; the arrays of `params` are copied, the caller keeps its own.
 
@@ -70,28 +80,34 @@ def init_state(
     optimizer: from `optimizer.make_optimizer`.
     mesh: from `sharding.make_mesh`.
     make_objective_state: `Objective.init_state`.
+    make_critic_state: from `critic.make_state`.
 
   Returns: LearnerState at version 0.
   """
-  shardings = state_shardings(abstract_state(params, optimizer, mesh, make_objective_state), mesh)
+  makers = make_objective_state, make_critic_state
+  shardings = state_shardings(abstract_state(params, optimizer, mesh, *makers), mesh)
   # Through the host: a state is donated at every step, so it must not share buffers with the
   # caller.
   host = jax.tree.map(lambda leaf: np.array(leaf, dtype=np.float32), params)
   placed = jax.tree.map(jax.device_put, host, shardings.params)
 
   def fresh(params):
-    return _fresh(params, optimizer, make_objective_state)
+    return _fresh(params, optimizer, *makers)
 
   return jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(placed)
 
 
 def _fresh(
-  params: Any, optimizer: optax.GradientTransformation, make_objective_state: Callable[[], Any]
+  params: Any,
+  optimizer: optax.GradientTransformation,
+  make_objective_state: Callable[[], Any],
+  make_critic_state: Callable[[Any], Any],
 ) -> LearnerState:
   master = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
   zero = jnp.zeros((), jnp.int32)
   carried = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), make_objective_state())
-  return LearnerState(master, optimizer.init(master), zero, zero, zero, zero, carried)
+  critic = make_critic_state(master)
+  return LearnerState(master, optimizer.init(master), zero, zero, zero, zero, carried, critic)
 
 
 def updates_applied(state: LearnerState) -> jax.Array:

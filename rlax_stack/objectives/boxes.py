@@ -24,6 +24,7 @@ RESERVED = ('statistics', 'state', 'ratio')
 TAGS = {
   'group': 'compares the samples of a group: group_size must be 2 or more',
   'critic': 'reads values: needs a critic',
+  'unscored': 'its hooks read no log-probs: nothing is scored for them before the micro-batches',
   'anchor': 'reads anchor_log_probs_t: the starting weights are scored at every batch',
   'entropy_gradient': 'differentiates entropy_t',
   'host_scores': 'reads log_probs_t and anchor_log_probs_t of the RewardBatch',
@@ -53,6 +54,7 @@ class Box:
     beyond the ratio's slot it may name `ratio`, the Ratio of the same tokens.
   proximal: for ratios: (LossInputs) -> proximal_log_probs_t, before all others.
   token_advantages: for advantages: (LossInputs of [M, rows, N] arrays) -> adv_t, before the statistics.
+  value_targets: for advantages tagged 'critic': (LossInputs of [M, rows, N] arrays) -> target_t.
   init_state: () -> pytree of float32 arrays that lives from step to step and in checkpoints.
   update_state: (state, metrics: dict of float32 scalars) -> state, after every applied update.
   """
@@ -64,13 +66,14 @@ class Box:
   batch_statistics: Callable[..., Any] | None = None
   proximal: Callable[..., Any] | None = None
   token_advantages: Callable[..., Any] | None = None
+  value_targets: Callable[..., Any] | None = None
   init_state: Callable[..., Any] | None = None
   update_state: Callable[..., Any] | None = None
 
   @property
   def parts(self) -> tuple[Callable[..., Any], ...]:
     """The function and the hooks that there are."""
-    hooks = (self.proximal, self.token_advantages, self.batch_statistics)
+    hooks = (self.proximal, self.token_advantages, self.value_targets, self.batch_statistics)
     hooks += (self.init_state, self.update_state)
     return (self.function, *(hook for hook in hooks if hook is not None))
 

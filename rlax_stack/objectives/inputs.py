@@ -34,6 +34,9 @@ class LossInputs(NamedTuple):
   turn_t: jax.Array  # int32, index in the trajectory
   version_t: jax.Array  # int32, weights version that sampled the token
   staleness_t: jax.Array  # int32, learner version - version_t
+  # Of a critic at the start of the batch; None without one:
+  value_t: Any = None  # float32, of the state before the token
+  next_value_t: Any = None  # float32, of the state after it, see PackedBatch
 
 
 class TokenLoss(NamedTuple):
@@ -95,7 +98,9 @@ def clean(inputs: LossInputs) -> LossInputs:
   """`inputs` in float32 with 0 (ids: -1) wherever the mask is off, in value and in gradient."""
   mask = inputs.mask_t
 
-  def masked(value: jax.Array) -> jax.Array:
+  def masked(value: jax.Array | None) -> Any:
+    if value is None:
+      return None
     if jnp.issubdtype(value.dtype, jnp.integer):
       return jnp.where(mask, value, -1)
     return jnp.where(mask, value.astype(jnp.float32), 0.0)

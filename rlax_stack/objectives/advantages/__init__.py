@@ -8,6 +8,7 @@ from rlax_stack.objectives.advantages import (
   batch_std,
   best_of_k,
   branches,
+  critic,
   flat_groups,
   group,
   token_std,
@@ -22,4 +23,5 @@ TABLE = (
   | best_of_k.TABLE
   | flat_groups.TABLE
   | branches.TABLE
+  | critic.TABLE
 )

@@ -3,6 +3,6 @@
 A box: (LossInputs, *, options) -> Penalty.
 """
 
-from rlax_stack.objectives.regularisers import controlled_entropy, entropy, kl
+from rlax_stack.objectives.regularisers import controlled_entropy, entropy, kl, positive
 
-TABLE = kl.TABLE | entropy.TABLE | controlled_entropy.TABLE
+TABLE = kl.TABLE | entropy.TABLE | controlled_entropy.TABLE | positive.TABLE

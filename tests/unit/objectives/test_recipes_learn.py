@@ -1,12 +1,14 @@
 """Every recipe raises the reward of a tabular policy on a toy task, on policy and four versions stale.
 
 No transformer: the policy is a table of logits by prompt and position, the task is to say each
-prompt's own word at each position before saying stop. Everything between reward and gradient is real.
+prompt's own word at each position before saying stop. A critic is a table of values, of the same.
+Everything between reward and gradient is real.
 """
 
 import functools
 import importlib
 import pathlib
+import re
 from typing import NamedTuple
 
 import jax
@@ -17,7 +19,9 @@ import pytest
 
 from rlax_stack import objective_rules
 from rlax_stack.config import from_config_dict
+from rlax_stack.learner.critic import values_after, values_before
 from rlax_stack.objectives import loss, metrics
+from rlax_stack.objectives.critics.value_loss import value_loss
 from rlax_stack.objectives.host import advantages_of
 from rlax_stack.objectives.inputs import added
 from rlax_stack.pallas_kernels.fused_log_prob import FusedLogProb
@@ -76,9 +80,17 @@ def _batch(samples, version, found):
     'behaviour_log_probs_t': samples.log_probs.astype(np.float32),
     'proximal_log_probs_t': np.zeros(mask.shape, np.float32),
     'version_t': np.full(mask.shape, version, np.int32),
+    'next_index_t': _next_places(samples.mask, index),
   }
   fields = {name: np.reshape(value, shape) for name, value in fields.items()}
   return fields
+
+
+def _next_places(mask, index):
+  """Place of the state after each word; an answer ends with its last word."""
+  following = index // _SAMPLES * _LENGTH + np.arange(1, _LENGTH + 1)
+  goes_on = np.concatenate([mask[:, 1:], np.zeros((len(mask), 1), bool)], 1)
+  return np.where(goes_on, following, -1).astype(np.int32)
 
 
 def _score(logits, fields):
@@ -88,13 +100,41 @@ def _score(logits, fields):
   return FusedLogProb(log_prob, entropy, entropy)
 
 
+def _values(table, fields):
+  """Values before and after every word, of a critic's table."""
+  rows = PackedBatch(**{name: None for name in PackedBatch._fields} | dict(fields))
+  flat = rows._replace(
+    source_index_t=rows.source_index_t.reshape(1, -1), next_index_t=rows.next_index_t.reshape(1, -1)
+  )
+  found = values_before(table.reshape(1, -1), flat), values_after(table.reshape(1, -1), flat)
+  return tuple(x.reshape(rows.mask_t.shape) for x in found)
+
+
+def _value_update(settings, optimizer, table, opt_state, fields, prepared):
+  """The critic's table after its updates on one batch."""
+
+  def whole(table):
+    count, start = prepared.denominators.tokens, prepared.tokens['value_t']
+    value, target = _values(table, fields)[0], prepared.tokens['target_t']
+    return value_loss(settings, value, start, target, fields['mask_t'], count).loss
+
+  for _ in range(settings.updates):
+    with jax.numpy_dtype_promotion('standard'):
+      updates, opt_state = optimizer.update(jax.grad(whole)(table), opt_state)
+    table = table + updates
+  return table, opt_state
+
+
 @functools.cache
 def _make_step(objective):
-  optimizer = optax.adam(0.2)
+  optimizer, critic = optax.adam(0.2), objective.critic_settings
 
-  def step(logits, opt_state, state, fields, version, anchor):
+  def step(logits, opt_state, state, fields, version, anchor, values):
     nothing = dict.fromkeys(('tokens', 'positions', 'subtree_end'), fields['target_t'])
     fields = fields | {'anchor_log_probs_t': _score(anchor, fields).log_prob}
+    if critic is not None:
+      before, after = _values(values[0], fields)
+      fields = fields | {'value_t': before, 'next_value_t': after}
     batch = PackedBatch(**nothing, **fields)
     settings = {'version': version, 'score_proximal': False}
     held = jax.lax.stop_gradient(_score(logits, fields))
@@ -115,7 +155,11 @@ def _make_step(objective):
     if prepared.step_scale is not None:
       updates = prepared.step_scale * updates
     found = metrics.finished(total)
-    return logits + updates, opt_state, objective.update_state(state, found), found
+    if critic is not None:
+      values = _value_update(critic, optimizer, *values, fields, prepared)
+      moves = version >= critic.pretrain_updates
+      updates = jnp.where(moves, updates, 0.0)
+    return logits + updates, opt_state, objective.update_state(state, found), found, values
 
   return jax.jit(step), optimizer
 
@@ -127,6 +171,8 @@ def learn(objective, make_reward_batch, *, staleness, seed=0):
   target = rng.integers(1, _WORDS, (_PROMPTS, _LENGTH))
   anchor = jnp.zeros((_PROMPTS, _LENGTH, _WORDS), jnp.float32)
   logits, opt_state, state = anchor, optimizer.init(anchor), objective.init_state()
+  table = jnp.zeros((_PROMPTS, _LENGTH), jnp.float32)
+  values = table, optimizer.init(table)
   group = np.repeat(np.arange(_PROMPTS), _SAMPLES)
   history, rewards, found = [np.asarray(logits)], [], {}
   for version in range(_STEPS):
@@ -134,8 +180,8 @@ def learn(objective, make_reward_batch, *, staleness, seed=0):
     samples = _sample(rng, history[oldest], target)
     batch = make_reward_batch(samples.reward, group, samples.mask.sum(1), tokens=samples.tokens)
     fields = _batch(samples, oldest, advantages_of(objective, batch))
-    logits, opt_state, state, found = step(
-      logits, opt_state, state, fields, np.int32(version), anchor
+    logits, opt_state, state, found, values = step(
+      logits, opt_state, state, fields, np.int32(version), anchor, values
     )
     history.append(np.asarray(logits))
     rewards.append(samples.reward.mean())
@@ -148,6 +194,8 @@ def test_recipe_raises_the_reward(name, staleness, make_reward_batch):
   config = importlib.import_module(f'configs.recipes.{name}').get_config()
   config.fleet.max_staleness = staleness
   config.rollout.max_tokens = 2 * _LENGTH  # no answer is near it
+  pretraining = re.sub(r'pretrain_updates=\d+', 'pretrain_updates=5', config.objective.critic)
+  config.objective.critic = pretraining  # of the 30 steps
   objective = objective_rules.resolve_objective(from_config_dict(config))
   assert not list(objective_rules.objective_problems(from_config_dict(config)))
   before, after, found = learn(objective, make_reward_batch, staleness=staleness)

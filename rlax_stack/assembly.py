@@ -115,7 +115,6 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
   mesh = make_mesh(sizes, available[:wanted] if wanted <= len(available) else available)
   objective = resolve_objective(config)
   critic = objective.critic_settings
-  found = load_checkpoint_critic(critic.warm_start) if critic and critic.warm_start else None
   settings = LearnerSettings(
     rows=plan_rows(
       groups_per_batch=config.rollout.groups_per_step,
@@ -137,10 +136,23 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
     updates_per_batch=section.updates_per_batch,
     max_skipped_in_row=section.max_skipped_steps,
   )
-  learner = Learner(model.config, model.params, settings, mesh)
-  if critic and found is not None:
-    learner.take_critic(found, critic.warm_start)
-  return learner
+  return Learner(model.config, model.params, settings, mesh)
+
+
+def warm_start(config: RunConfig, learner: Learner) -> str:
+  """Gives a fresh learner the critic of an earlier run, where the config names one.
+
+  Returns: the path it came from, '' where none is named.
+
+  Raises:
+    CheckpointError: no critic there.
+    ConfigError: one of other shapes.
+  """
+  critic = resolve_objective(config).critic_settings
+  if critic is None or not critic.warm_start:
+    return ''
+  learner.take_critic(load_checkpoint_critic(critic.warm_start), critic.warm_start)
+  return critic.warm_start
 
 
 def _optimizer_settings(
@@ -161,9 +173,11 @@ def _optimizer_settings(
 
 def make_coordinator(config: RunConfig, iterator: PromptIterator) -> Coordinator:
   """The coordinator over the training prompts."""
+  compares = 'group' in resolve_objective(config).advantage.box.tags
   return Coordinator(
     iterator.next,
     group_size=config.rollout.group_size,
+    min_group_size=2 if compares else 1,
     groups_per_batch=config.rollout.groups_per_step,
     max_staleness=config.fleet.max_staleness,
     lease_timeout_s=config.fleet.lease_timeout_s,

@@ -64,7 +64,7 @@ def get_config():
   config.objective = ConfigDict()
   config.objective.shaping = ()  # what is done to rewards before advantages, in order
   config.objective.advantage = 'group_center()'  # rewards to advantages
-  config.objective.critic = 'none'  # none
+  config.objective.critic = 'none'  # none | shared_trunk | separate, read by gae and its kin
   config.objective.ratio = 'token'  # token | sequence | geometric_mean | turn
   config.objective.trust_region = 'ppo_clip(delta_low=0.2, delta_high=0.28)'  # the surrogate
   config.objective.corrections = ('auto',)  # auto: token_tis(absolute_high=2) off policy, else none

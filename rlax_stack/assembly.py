@@ -13,6 +13,7 @@ from rlax_stack.data.iterator import PromptIterator
 from rlax_stack.data.source import PromptSource
 from rlax_stack.errors import ConfigError, DataError, PromptTooLongError
 from rlax_stack.fleet.coordinator import Coordinator
+from rlax_stack.learner.checkpoint import load_checkpoint_critic
 from rlax_stack.learner.learner import Learner, LearnerSettings
 from rlax_stack.learner.optimizer import OptimizerSettings
 from rlax_stack.learner.precision import resolve_compute_dtype
@@ -112,6 +113,8 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
   wanted = section.mesh.data * section.mesh.fsdp * section.mesh.tensor
   available = jax.devices()
   mesh = make_mesh(sizes, available[:wanted] if wanted <= len(available) else available)
+  objective = resolve_objective(config)
+  critic = objective.critic_settings
   settings = LearnerSettings(
     rows=plan_rows(
       groups_per_batch=config.rollout.groups_per_step,
@@ -121,26 +124,45 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
       row_length=section.row_length,
       micro_batch_tokens=section.micro_batch_tokens,
       data_parallel=section.mesh.data * section.mesh.fsdp,
+      bootstrap=critic is not None and critic.bootstrap,
     ),
     forward=ForwardSettings(
       compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
       remat=section.remat,
       temperature=config.rollout.temperature,
     ),
-    objective=resolve_objective(config),
-    optimizer=_optimizer_settings(section, config.steps),
+    objective=objective,
+    optimizer=_optimizer_settings(section, config.steps, critic.pretrain_updates if critic else 0),
     updates_per_batch=section.updates_per_batch,
     max_skipped_in_row=section.max_skipped_steps,
   )
   return Learner(model.config, model.params, settings, mesh)
 
 
-def _optimizer_settings(section: LearnerSection, steps: int) -> OptimizerSettings:
+def warm_start(config: RunConfig, learner: Learner) -> str:
+  """Gives a fresh learner the critic of an earlier run, where the config names one.
+
+  Returns: the path it came from, '' where none is named.
+
+  Raises:
+    CheckpointError: no critic there.
+    ConfigError: one of other shapes.
+  """
+  critic = resolve_objective(config).critic_settings
+  if critic is None or not critic.warm_start:
+    return ''
+  learner.take_critic(load_checkpoint_critic(critic.warm_start), critic.warm_start)
+  return critic.warm_start
+
+
+def _optimizer_settings(
+  section: LearnerSection, steps: int, pretrain_updates: int
+) -> OptimizerSettings:
   return OptimizerSettings(
     learning_rate=section.learning_rate,
     warmup_steps=section.warmup_steps * section.updates_per_batch,
     decay=section.decay,
-    total_steps=steps * section.updates_per_batch,
+    total_steps=steps * section.updates_per_batch - pretrain_updates,
     b1=section.beta1,
     b2=section.beta2,
     eps=section.epsilon,

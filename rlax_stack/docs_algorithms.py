@@ -79,7 +79,7 @@ def _boxes(config: RunConfig) -> str:
   for slot in TABLES:
     value = getattr(section, slot)
     named = [value] if isinstance(value, str) else list(value)
-    if named:
+    if named and (slot, named) != ('critic', ['none']):
       lines.append(f'{slot}: {", ".join(f"`{box}`" for box in named)}')
   return '<br>'.join(lines)
 

@@ -98,7 +98,7 @@ def _run(
   checkpointer = Checkpointer(folder.checkpoints_dir, keep=config.checkpoint.keep)
   stack.callback(checkpointer.close)
   coordinator = assembly.make_coordinator(config, prompts.iterator)
-  account = _restore(checkpointer, learner, coordinator, prompts, progress)
+  account = _restore(config, checkpointer, learner, coordinator, prompts, progress)
   step = learner.version
   metrics = stack.enter_context(
     open_metrics(
@@ -141,15 +141,19 @@ def _run(
 
 
 def _restore(
+  config: RunConfig,
   checkpointer: Checkpointer,
   learner: Any,
   coordinator: Any,
   prompts: assembly.Prompts,
   progress: Progress,
 ) -> Account:
-  """Takes up the newest checkpoint, if there is one; the account it carries."""
+  """Takes up the newest checkpoint and its account, or a fresh start with a critic to warm it."""
   restored = checkpointer.restore_latest(learner.abstract_state())
   if restored is None:
+    source = assembly.warm_start(config, learner)
+    if source:
+      progress.message(f'critic taken over from {source}')
     return Account()
   learner.restore(restored.state, restored.extras.get('objective'))
   prompts.iterator.set_state(restored.extras['coordinator']['prompt_state'])

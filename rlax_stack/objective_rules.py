@@ -55,6 +55,13 @@ def objective_problems(config: RunConfig) -> Iterator[str]:
       f'{stepwise[0]} of config.objective reads rewards of steps, but config.rewards.verifiers holds only '
       f'{", ".join(sorted(verifiers))}. Add one that gives them: {", ".join(sorted(STEP_VERIFIERS))}.'
     )
+  critic = objective.critic_settings
+  updates = config.steps * config.learner.updates_per_batch
+  if critic and critic.pretrain_updates >= updates:
+    yield (
+      f'pretrain_updates={critic.pretrain_updates} of config.objective.critic leaves no update of the '
+      f'policy: config.steps * config.learner.updates_per_batch = {updates}. Lower it, or train longer.'
+    )
   reads = _importance_ratio(config, objective)
   if reads and (rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0):
     yield (

@@ -140,6 +140,7 @@ DEFAULT_RULES = LogicalRules(
     'heads': 'tensor',
     'mlp': 'tensor',
     'norm': None,
+    'value': None,
     # activations and batches
     'rows': ('data', 'fsdp'),
     'tokens': 'context',
@@ -150,6 +151,8 @@ DEFAULT_RULES = LogicalRules(
 _PARAM_AXES = {
   ('embedder', 'embedding'): ('vocab', 'embed'),
   ('lm_head', 'kernel'): ('vocab', 'embed'),
+  ('value_head', 'kernel'): ('value', 'embed'),
+  ('value_head', 'bias'): ('value',),
   ('final_norm', 'scale'): ('norm',),
   ('attn_norm', 'scale'): ('layers', 'norm'),
   ('mlp_norm', 'scale'): ('layers', 'norm'),

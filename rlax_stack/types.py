@@ -161,6 +161,10 @@ class PackedBatch(NamedTuple):
   predicts `target_t`. `adv_t`, `reward_t`, `behaviour_log_probs_t`, `proximal_log_probs_t`,
   `anchor_log_probs_t` are f32; where a log-prob is not used it is 0. `version_t` is the weights
   version that sampled the target. All triples of a trajectory lie in one row, in order.
+
+  The hidden state at `next_index_t` is that of the state after the target: where the trajectory's
+  next trained token is predicted, or after its last token where it was cut off; -1 where it ended.
+  `value_t` and `next_value_t` are a critic's values at the two places, at the start of the batch.
   """
 
   tokens: Any  # int32 [R, T]
@@ -179,3 +183,6 @@ class PackedBatch(NamedTuple):
   anchor_log_probs_t: Any  # float32 [R, N]
   version_t: Any  # int32 [R, N]
   proximal_vocabulary: Any = {}  # what boxes know of the proximal distributions: [R, N, ...] by slot
+  next_index_t: Any = None  # int32 [R, N]
+  value_t: Any = None  # float32 [R, N], None without a critic
+  next_value_t: Any = None  # float32 [R, N], 0 where the trajectory ended; None without a critic

@@ -1,7 +1,7 @@
 """SAO: tokens outside a two-sided interval of the direct ratio are dropped, whatever the sign.
 
-"Single-Rollout Asynchronous Optimization", Hou et al. (https://arxiv.org/abs/2607.07508); its critic
-is left out, the advantage is that of GLM-5.
+"Single-Rollout Asynchronous Optimization", Hou et al. (https://arxiv.org/abs/2607.07508); without its
+critic (that is recipe `sao`), the advantage is that of GLM-5.
 Test: tests/unit/objectives/test_trust_regions.py::sao_double_sided
 """
 

@@ -22,7 +22,7 @@ from jax import lax
 from rlax_stack.errors import CheckpointError
 from rlax_stack.learner.state import LearnerState
 
-_FORMAT = 1
+_FORMAT = 1  # unchanged by critics: a checkpoint without one is what it always was
 
 
 class Restored(NamedTuple):
@@ -85,16 +85,15 @@ class Checkpointer:
       return
     copy = _copy(state)
     document = {'format': _FORMAT, 'checksums': _checksums(copy), 'extras': dict(extras)}
+    items = {
+      'params': ocp.args.StandardSave(copy.params),
+      'rest': ocp.args.StandardSave(_rest(copy)),
+      'document': ocp.args.JsonSave(document),
+    }
+    if copy.critic:
+      items['critic'] = ocp.args.StandardSave(copy.critic)
     try:
-      self._manager.save(
-        step,
-        args=ocp.args.Composite(
-          params=ocp.args.StandardSave(copy.params),
-          rest=ocp.args.StandardSave(_rest(copy)),
-          document=ocp.args.JsonSave(document),
-        ),
-        force=True,
-      )
+      self._manager.save(step, args=ocp.args.Composite(**items), force=True)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
       raise CheckpointError(f'step {step} was not saved in {self._directory}: {error}') from error
 
@@ -151,18 +150,22 @@ class Checkpointer:
     self._manager.close()
 
   def _restore(self, step: int, target: LearnerState) -> Restored:
-    found = self._manager.restore(
-      step,
-      args=ocp.args.Composite(
-        params=ocp.args.StandardRestore(target.params),
-        rest=ocp.args.StandardRestore(_rest(target)),
-        document=ocp.args.JsonRestore(),
-      ),
-    )
+    items = {
+      'params': ocp.args.StandardRestore(target.params),
+      'rest': ocp.args.StandardRestore(_rest(target)),
+      'document': ocp.args.JsonRestore(),
+    }
+    if (self._directory / str(step) / 'critic').exists() != bool(target.critic):
+      has, wants = ('no critic', 'one') if target.critic else ('a critic', 'none')
+      raise CheckpointError(f'it has {has} and this run has {wants}: see config.objective.critic')
+    if target.critic:
+      items['critic'] = ocp.args.StandardRestore(target.critic)
+    found = self._manager.restore(step, args=ocp.args.Composite(**items))
     document, rest = found['document'], found['rest']
     if document['format'] != _FORMAT:
       raise CheckpointError(f'format {document["format"]} is not {_FORMAT}')
-    state = LearnerState(params=found['params'], **rest)
+    critic = found['critic'] if target.critic else {}
+    state = LearnerState(params=found['params'], critic=critic, **rest)
     if _checksums(state) != document['checksums']:
       raise CheckpointError('checksums do not match: the files were damaged')
     return Restored(step, state, document['extras'])
@@ -191,24 +194,60 @@ def load_checkpoint_params(directory: str | pathlib.Path, step: int | None = Non
   Raises:
     CheckpointError: no such directory or step, or one that cannot be read.
   """
-  path = pathlib.Path(directory).absolute()
-  if not path.is_dir():
-    raise CheckpointError(f'no checkpoints in {path}: there is no such directory.')
-  with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-    steps = sorted(manager.all_steps())
-  if not steps or (step is not None and step not in steps):
-    raise CheckpointError(f'no checkpoint of step {step or "any"} in {path}, there are {steps}.')
-  commit = path / str(steps[-1] if step is None else step)
+  commit = _commit(pathlib.Path(directory).absolute(), step)
   try:
     params = _read_numpy(commit / 'params')
     checksums = json.loads((commit / 'document' / 'metadata').read_text())['checksums']
   except Exception as error:  # tensorstore, json and orbax raise whatever the damage makes them
     raise CheckpointError(f'{commit} cannot be read: {error}') from error
   # The parameters are the first field of the state, so their checksums come first.
-  words = (np.sum(leaf.view(np.uint32), dtype=np.uint32) for leaf in jax.tree.leaves(params))
+  words = (np.sum(_words(leaf), dtype=np.uint32) for leaf in jax.tree.leaves(params))
   if any(int(a) != b for a, b in zip(words, checksums, strict=False)):
     raise CheckpointError(f'{commit} cannot be read: checksums do not match. Try an older step.')
   return params
+
+
+def load_checkpoint_critic(source: str | pathlib.Path) -> Any:
+  """The parameters of a critic that an earlier run saved, as numpy arrays.
+
+  Args:
+    source: a run's folder, its directory of checkpoints (the newest step is taken), or one step.
+
+  Raises:
+    CheckpointError: nothing there, no critic in it, or one that cannot be read.
+  """
+  path = pathlib.Path(source).expanduser().absolute()
+  if (path / 'document').is_dir():
+    commit = path
+  else:
+    commit = _commit(path / 'checkpoints' if (path / 'checkpoints').is_dir() else path, None)
+  if not (commit / 'critic').is_dir():
+    raise CheckpointError(f'{commit} has no critic: the run that saved it was without one.')
+  try:
+    state = _read_numpy(commit / 'critic')
+    checksums = json.loads((commit / 'document' / 'metadata').read_text())['checksums']
+  except Exception as error:  # tensorstore, json and orbax raise whatever the damage makes them
+    raise CheckpointError(f'{commit} cannot be read: {error}') from error
+  # The critic is the last field of the state, so its checksums come last.
+  words = [int(np.sum(_words(leaf), dtype=np.uint32)) for leaf in jax.tree.leaves(state)]
+  if words != checksums[-len(words) :]:
+    raise CheckpointError(f'{commit} cannot be read: checksums do not match. Try an older step.')
+  return state['params']
+
+
+def _commit(path: pathlib.Path, step: int | None) -> pathlib.Path:
+  """The folder of a committed step, the newest when None."""
+  if not path.is_dir():
+    raise CheckpointError(f'no checkpoints in {path}: there is no such directory.')
+  with ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+    steps = sorted(manager.all_steps())
+  if not steps or (step is not None and step not in steps):
+    raise CheckpointError(f'no checkpoint of step {step or "any"} in {path}, there are {steps}.')
+  return path / str(steps[-1] if step is None else step)
+
+
+def _words(leaf: Any) -> np.ndarray:
+  return np.atleast_1d(np.asarray(leaf)).view(np.uint32)
 
 
 def _read_numpy(item: pathlib.Path) -> Any:
@@ -225,7 +264,8 @@ def _is_metadata(value: Any) -> bool:
 
 
 def _rest(state: LearnerState) -> dict[str, Any]:
-  rest = {name: value for name, value in state._asdict().items() if name != 'params'}
+  own_item = ('params', 'critic')
+  rest = {name: value for name, value in state._asdict().items() if name not in own_item}
   # Left out where there is none, so that steps saved before there was such a field restore.
   return rest if rest['average'] else {k: v for k, v in rest.items() if k != 'average'}
 

@@ -17,6 +17,7 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlax_stack.errors import NonFiniteError
+from rlax_stack.learner import critic as critics
 from rlax_stack.learner import packing
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
 from rlax_stack.learner.row_plan import RowPlan
@@ -83,8 +84,15 @@ class Learner:
     self._replicated = NamedSharding(mesh, PartitionSpec())
     self._objective = settings.objective
     self._averaged = self._objective.average_decay is not None
+    self._critic = settings.objective.critic_settings
+    self._make_critic_state = critics.make_state(self._critic, settings.optimizer)
     self._state = init_state(
-      params, self._optimizer, mesh, self._objective.init_state, self._averaged
+      params,
+      self._optimizer,
+      mesh,
+      self._objective.init_state,
+      self._make_critic_state,
+      self._averaged,
     )
     self._host_state = self._objective.init_host_state()
     self._version = 0
@@ -99,6 +107,8 @@ class Learner:
     )
     self._score = make_score(config, mesh, settings.forward)
     self._proximal = make_proximal_score(config, mesh, settings.forward, self._objective)
+    if self._critic is not None:
+      self._score_values = critics.make_value_score(config, mesh, settings.forward, self._critic)
     self._capacity = settings.rows.max_micro_batches
     self._anchor = self.snapshot() if self._objective.tags & _ANCHORED else None
     self._last: StepMetrics | None = None
@@ -144,6 +154,7 @@ class Learner:
       self._optimizer,
       self._mesh,
       self._objective.init_state,
+      self._make_critic_state,
       self._averaged,
     )
 
@@ -154,11 +165,26 @@ class Learner:
     self._host_state = {slot: saved.get(slot, value) for slot, value in fresh.items()}
     self._version = int(jax.device_get(state.version))
 
+  def take_critic(self, found: Any, source: str) -> None:
+    """Starts from the critic of an earlier run; its optimizer starts afresh.
+
+    Args:
+      found: its parameters, nested dict of numpy arrays (`load_checkpoint_critic`).
+      source: where they come from, for messages.
+
+    Raises:
+      ConfigError: they are of another critic than this learner's.
+    """
+    fresh = self._state.critic.get('params', {})
+    critic = self._state.critic | {'params': critics.taken_over(found, fresh, source)}
+    self._state = self._state._replace(critic=critic)
+
   def train(self, groups: Sequence[Group]) -> StepMetrics:
     """Trains on one batch and returns at once; the device works on.
 
     Args:
-      groups: every trajectory with a finite `reward.value`, at least two to a group.
+      groups: every trajectory with a finite `reward.value`; at least two to a group where the
+        estimator compares them.
 
     Returns: StepMetrics, on the device until asked for.
 
@@ -174,6 +200,10 @@ class Learner:
     if self._anchor is not None and 'anchor' in self._objective.tags:
       scores = self._score(self._anchor, batch, num_micro)
       batch = batch._replace(anchor_log_probs_t=scores)
+    if self._critic is not None:
+      critic_params = self._state.critic['params']
+      values, after = self._score_values(self._state.params, critic_params, batch, num_micro)
+      batch = batch._replace(value_t=values, next_value_t=after)
     for update in range(self._settings.updates_per_batch):
       if self._averaged:
         batch = self._proximal(self._state.average['params'], batch, num_micro)
@@ -252,6 +282,7 @@ class Learner:
       row_shapes=[plan.shape],
       rows_multiple=plan.micro_batch_rows,
       rewards=rewards,
+      bootstrap=self._critic is not None and self._critic.bootstrap,
     )
 
   def _place(self, packed: PackedBatch) -> tuple[PackedBatch, jax.Array]:

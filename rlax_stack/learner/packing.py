@@ -6,7 +6,8 @@ trajectory is the target of exactly one triple; a triple's source sees exactly t
 target in the trajectory; and the result depends on nothing but the arguments.
 
 The last trained token of a trajectory predicts nothing, and what follows it trains nothing, so
-neither is given a place in the row: the token lives in its triple's `target_t`.
+neither is given a place in the row: the token lives in its triple's `target_t`. Only where a critic
+is to value what would have followed a cut-off trajectory do they get their places (`bootstrap`).
 """
 
 import dataclasses
@@ -18,10 +19,13 @@ import numpy as np
 
 from rlax_stack.errors import ConfigError, DataError
 from rlax_stack.objectives.reward_batch import turns
-from rlax_stack.types import Group, PackedBatch, Trajectory
+from rlax_stack.types import FinishReason, Group, PackedBatch, Trajectory
 
 # For each group one entry per trajectory: a number, or an array with a value per trained token.
 Advantages = Sequence[Sequence[Any] | np.ndarray]
+
+_PROMPT_END, _NOWHERE = -1, -2  # places of a branch beside those of its own tokens
+_CUT_OFF = (FinishReason.LENGTH, FinishReason.ABORT)
 
 
 class RowShape(NamedTuple):
@@ -33,14 +37,15 @@ class RowShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Branch:
-  """What one trajectory adds below its prompt; `source` is relative to the branch.
+  """What one trajectory adds below its prompt; `source` and `next` are relative to the branch.
 
-  -1 for the prompt's last token.
+  _PROMPT_END stands for the prompt's last token, _NOWHERE for no place.
   """
 
   trajectory: int
   tokens: np.ndarray  # int32 [C], in the row
   source: np.ndarray  # int32 [n]
+  next: np.ndarray  # int32 [n], where the state after the target is
   target: np.ndarray  # int32 [n]
   behaviour: np.ndarray  # float32 [n]
   version: np.ndarray  # int32 [n]
@@ -70,6 +75,7 @@ def pack_groups(
   row_shapes: Sequence[RowShape],
   rows_multiple: int = 1,
   rewards: Sequence[np.ndarray] | None = None,
+  bootstrap: bool = False,
 ) -> PackedBatch:
   """Packs whole groups, several to a row where they fit (first fit, largest first).
 
@@ -85,6 +91,8 @@ def pack_groups(
     row_shapes: the buckets, any order.
     rows_multiple: empty rows are added until the number of rows divides by it.
     rewards: for each group float [G], for `reward_t`; 0 when None.
+    bootstrap: True gives the tokens of cut-off trajectories their places to the very last, and
+      points `next_index_t` of the last triple there.
 
   Returns:
     PackedBatch of numpy arrays; log-probs that are not known yet are 0.
@@ -94,7 +102,8 @@ def pack_groups(
       on.
     ConfigError: a trajectory that fits in no row shape.
   """
-  return _pack(groups, advantages, rewards, row_shapes, rows_multiple, separate=False)
+  tries = _make_tries(groups, advantages, rewards, separate=False, bootstrap=bootstrap)
+  return _pack(groups, tries, row_shapes, rows_multiple, separate=False)
 
 
 def pack_separate(
@@ -104,9 +113,11 @@ def pack_separate(
   row_shapes: Sequence[RowShape],
   rows_multiple: int = 1,
   rewards: Sequence[np.ndarray] | None = None,
+  bootstrap: bool = False,
 ) -> PackedBatch:
   """`pack_groups` with one trajectory a row: nothing shared, the layout to compare with."""
-  return _pack(groups, advantages, rewards, row_shapes, rows_multiple, separate=True)
+  tries = _make_tries(groups, advantages, rewards, separate=True, bootstrap=bootstrap)
+  return _pack(groups, tries, row_shapes, rows_multiple, separate=True)
 
 
 def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:
@@ -115,6 +126,7 @@ def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:
   if num_rows < rows:
     raise ValueError(f'the batch has {rows} rows, more than {num_rows=}.')
   empty = _empty_batch(num_rows - rows, RowShape(length, batch.target_t.shape[1]))
+  # Fields that are None and mappings that are empty hold no array.
   return jax.tree.map(lambda a, b: np.concatenate([a, b], axis=0), batch, empty)
 
 
@@ -132,10 +144,7 @@ def packing_stats(batch: PackedBatch) -> dict[str, int]:
   }
 
 
-def _pack(groups, advantages, rewards, row_shapes, rows_multiple, *, separate) -> PackedBatch:
-  if rewards is None:
-    rewards = [np.zeros(len(group.trajectories), np.float32) for group in groups]
-  tries = _make_tries(groups, advantages, rewards, separate=separate)
+def _pack(groups, tries, row_shapes, rows_multiple, *, separate) -> PackedBatch:
   if not tries:
     raise DataError('no token of the batch is trained on: every mask_t is empty.')
   shape = _choose_shape(tries, row_shapes)
@@ -155,9 +164,11 @@ def _pack(groups, advantages, rewards, row_shapes, rows_multiple, *, separate) -
   return batch
 
 
-def _make_tries(groups, advantages, rewards, *, separate) -> list[_Trie]:
+def _make_tries(groups, advantages, rewards, *, separate, bootstrap) -> list[_Trie]:
   """One trie per group, or one per trajectory, without the trajectories that train nothing."""
   tries, first = [], 0
+  if rewards is None:
+    rewards = [np.zeros(len(group.trajectories), np.float32) for group in groups]
   for index, (group, advantage, reward) in enumerate(zip(groups, advantages, rewards, strict=True)):
     if len(advantage) != len(group.trajectories):
       raise DataError(
@@ -166,7 +177,7 @@ def _make_tries(groups, advantages, rewards, *, separate) -> list[_Trie]:
       )
     prompt = np.asarray(group.prompt_tokens, np.int32)
     made = (
-      _make_branch(group, trajectory, first + i, advantage[i], float(reward[i]))
+      _make_branch(group, trajectory, first + i, advantage[i], float(reward[i]), bootstrap)
       for i, trajectory in enumerate(group.trajectories)
     )
     branches = tuple(branch for branch in made if branch is not None)
@@ -177,7 +188,12 @@ def _make_tries(groups, advantages, rewards, *, separate) -> list[_Trie]:
 
 
 def _make_branch(
-  group: Group, trajectory: Trajectory, index: int, advantage: Any, reward: float
+  group: Group,
+  trajectory: Trajectory,
+  index: int,
+  advantage: Any,
+  reward: float,
+  bootstrap: bool,
 ) -> _Branch | None:
   prompt_length = len(group.prompt_tokens)
   tokens = np.asarray(trajectory.tokens, np.int32)
@@ -194,10 +210,14 @@ def _make_branch(
       f'trajectory {trajectory.trajectory_id} trains on token {trained[0]} of its prompt; '
       'prompts are shared by their group. Clear mask_t there.'
     )
+  source = (trained - 1 - prompt_length).astype(np.int32)
+  goes_on = bootstrap and trajectory.finish_reason in _CUT_OFF
+  after = len(tokens) - 1 - prompt_length if goes_on else _NOWHERE
   return _Branch(
     trajectory=index,
-    tokens=tokens[prompt_length : trained[-1]],
-    source=(trained - 1 - prompt_length).astype(np.int32),
+    tokens=tokens[prompt_length:] if goes_on else tokens[prompt_length : trained[-1]],
+    source=source,
+    next=np.append(source[1:], after).astype(np.int32),
     target=tokens[trained],
     behaviour=np.asarray(trajectory.behaviour_log_probs_t, np.float32)[trained],
     version=np.asarray(trajectory.version_t, np.int32)[trained],
@@ -287,6 +307,7 @@ def _empty_batch(num_rows: int, shape: RowShape) -> PackedBatch:
     proximal_log_probs_t=zeros(np.float32),
     anchor_log_probs_t=zeros(np.float32),
     version_t=np.full(triples, -1, np.int32),
+    next_index_t=np.full(triples, -1, np.int32),
   )
 
 
@@ -308,9 +329,13 @@ def _write(batch: PackedBatch, row: int, start: int, triple: int, trie: _Trie) -
     batch.subtree_end[row, here] = branch_end
     there = slice(triple, triple + len(branch.target))
     last_of_prompt = start + len(trie.prompt) - 1
-    batch.source_index_t[row, there] = np.where(
-      branch.source < 0, last_of_prompt, branch_start + branch.source
-    )
+
+    def place(relative, last_of_prompt=last_of_prompt, branch_start=branch_start):
+      in_row = np.where(relative == _PROMPT_END, last_of_prompt, branch_start + relative)
+      return np.where(relative == _NOWHERE, -1, in_row)
+
+    batch.source_index_t[row, there] = place(branch.source)
+    batch.next_index_t[row, there] = place(branch.next)
     batch.target_t[row, there] = branch.target
     batch.mask_t[row, there] = True
     batch.trajectory_t[row, there] = branch.trajectory

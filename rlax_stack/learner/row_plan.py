@@ -30,6 +30,7 @@ def plan_rows(
   row_length: int = 0,
   micro_batch_tokens: int = 1024,
   data_parallel: int = 1,
+  bootstrap: bool = False,
 ) -> RowPlan:
   """Row length, rows per micro-batch and the largest number of micro-batches.
 
@@ -43,12 +44,14 @@ def plan_rows(
       trajectories of a group as fit 2,048, one at least).
     micro_batch_tokens: tokens computed at once on one device, about; memory grows with it.
     data_parallel: devices that rows are split over.
+    bootstrap: whether the last token of a completion may need a place too, see `pack_groups`.
 
   Raises:
     ConfigError: a row length in which one trajectory may not fit.
   """
-  single = max_prompt_tokens + max_tokens - 1
-  branch = max(max_tokens - 1, 1)
+  placed = max_tokens if bootstrap else max_tokens - 1
+  single = max_prompt_tokens + placed
+  branch = max(placed, 1)
   if row_length and row_length < single:
     raise ConfigError(
       f'row_length {row_length} cannot hold a prompt of {max_prompt_tokens} and {max_tokens} '

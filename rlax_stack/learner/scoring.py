@@ -68,6 +68,18 @@ def target_log_probs(
 
   Returns: TargetScores of [R, N] arrays, 0 at masked triples.
   """
+  hidden = row_states(params, config, rows, settings, mesh)
+  return head_log_probs(params, config, hidden, rows, settings, mesh, terms)
+
+
+def row_states(
+  params: Any,
+  config: ModelConfig,
+  rows: PackedBatch,
+  settings: ForwardSettings,
+  mesh: Mesh | None = None,
+) -> jax.Array:
+  """Final hidden states of packed rows, [R, T, D]; arguments as `target_log_probs`."""
   attend = prepare_tree_attention(
     rows.positions,
     rows.subtree_end,
@@ -77,7 +89,7 @@ def target_log_probs(
     window=config.sliding_window,
     mesh=mesh,
   )
-  hidden = decoder.hidden_states(
+  return decoder.hidden_states(
     params,
     config,
     rows.tokens,
@@ -86,6 +98,18 @@ def target_log_probs(
     compute_dtype=settings.compute_dtype,
     remat=settings.remat,
   )
+
+
+def head_log_probs(
+  params: Any,
+  config: ModelConfig,
+  hidden: jax.Array,
+  rows: PackedBatch,
+  settings: ForwardSettings,
+  mesh: Mesh | None = None,
+  terms: TokenTerms | None = None,
+) -> TargetScores:
+  """`target_log_probs` of hidden states that are there already (`row_states`)."""
   # Only the places that predict a target reach the LM head.
   sources = jnp.take_along_axis(hidden, rows.source_index_t[..., None], axis=1)
   head = decoder.lm_head(params, config)

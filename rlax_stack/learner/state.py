@@ -26,6 +26,7 @@ class LearnerState(NamedTuple):
   skipped: Any  # updates skipped for a non-finite loss or gradient, since the start
   skipped_in_row: Any  # the same, since the last update that was applied
   objective: Any  # what boxes carry from step to step (`Objective.init_state`); {} for most
+  critic: Any = {}  # params and opt_state of the critic; {} without one
   average: Any = {}  # {'params', 'weight'} where a ratio's proximal policy is averaged weights
 
 
@@ -41,7 +42,13 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
     skipped_in_row=replicated,
     objective=jax.tree.map(lambda _: replicated, state.objective),
     average=param_shardings(state.average, mesh),
+    critic=param_shardings(state.critic, mesh),
   )
+
+
+def _no_critic(params: Any) -> Any:
+  del params
+  return {}
 
 
 def abstract_state(
@@ -49,12 +56,12 @@ def abstract_state(
   optimizer: optax.GradientTransformation,
   mesh: Mesh,
   make_objective_state: Callable[[], Any] = dict,
+  make_critic_state: Callable[[Any], Any] = _no_critic,
   keep_average: bool = False,
 ) -> Any:
   """Shapes, dtypes and shardings of a state over `params` (arrays or shapes); allocates nothing."""
-  shapes = jax.eval_shape(
-    lambda p: _fresh(p, optimizer, make_objective_state, keep_average), params
-  )
+  makers = make_objective_state, make_critic_state
+  shapes = jax.eval_shape(lambda p: _fresh(p, optimizer, *makers, keep_average), params)
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
     shapes,
@@ -67,6 +74,7 @@ def init_state(
   optimizer: optax.GradientTransformation,
   mesh: Mesh,
   make_objective_state: Callable[[], Any] = dict,
+  make_critic_state: Callable[[Any], Any] = _no_critic,
   keep_average: bool = False,
 ) -> LearnerState:
   """A fresh state on `mesh`; the arrays of `params` are copied, the caller keeps its own.
@@ -76,11 +84,13 @@ def init_state(
     optimizer: from `optimizer.make_optimizer`.
     mesh: from `sharding.make_mesh`.
     make_objective_state: `Objective.init_state`.
+    make_critic_state: from `critic.make_state`.
     keep_average: whether an average of the weights is kept; it starts from them.
 
   Returns: LearnerState at version 0.
   """
-  shapes = abstract_state(params, optimizer, mesh, make_objective_state, keep_average)
+  makers = make_objective_state, make_critic_state
+  shapes = abstract_state(params, optimizer, mesh, *makers, keep_average)
   shardings = state_shardings(shapes, mesh)
   # Through the host: a state is donated at every step, so it must not share buffers with the
   # caller.
@@ -88,7 +98,7 @@ def init_state(
   placed = jax.tree.map(jax.device_put, host, shardings.params)
 
   def fresh(params):
-    return _fresh(params, optimizer, make_objective_state, keep_average)
+    return _fresh(params, optimizer, *makers, keep_average)
 
   return jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(placed)
 
@@ -97,11 +107,13 @@ def _fresh(
   params: Any,
   optimizer: optax.GradientTransformation,
   make_objective_state: Callable[[], Any],
+  make_critic_state: Callable[[Any], Any],
   keep_average: bool,
 ) -> LearnerState:
   master = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
   zero = jnp.zeros((), jnp.int32)
   carried = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), make_objective_state())
+  critic = make_critic_state(master)
   average = {'params': jax.tree.map(jnp.copy, master), 'weight': jnp.float32(1.0)}
   return LearnerState(
     params=master,
@@ -111,6 +123,7 @@ def _fresh(
     skipped=zero,
     skipped_in_row=zero,
     objective=carried,
+    critic=critic,
     average=average if keep_average else {},
   )
 

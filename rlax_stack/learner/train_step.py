@@ -3,9 +3,10 @@
 Not for packing, and nothing here waits for the device. Invariants: every mean is summed over
 micro-batches and divided once by the global count; the step computes the same update however the
 batch is cut into micro-batches and rows; an update with a non-finite loss or gradient leaves
-parameters and moments as they were.
+parameters and moments, the critic's too, as they were.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,14 +16,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlax_stack.learner import critic as critics
 from rlax_stack.learner.gradient_norms import squared_gradient_norms
 from rlax_stack.learner.optimizer import OptimizerSettings, learning_rate_schedule, make_optimizer
 from rlax_stack.learner.scoring import (
   ForwardSettings,
+  head_log_probs,
   micro_batch,
+  row_states,
   rows_sharding,
   score_batch,
-  target_log_probs,
 )
 from rlax_stack.learner.state import (
   LearnerState,
@@ -33,8 +36,10 @@ from rlax_stack.learner.state import (
 )
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
-from rlax_stack.objectives.inputs import LossParts, added
-from rlax_stack.objectives.loss import loss_inputs, policy_loss, prepare
+from rlax_stack.objectives.critics.networks import CriticSettings
+from rlax_stack.objectives.critics.value_loss import value_loss, value_metrics
+from rlax_stack.objectives.inputs import LossInputs, LossParts, added
+from rlax_stack.objectives.loss import Prepared, loss_inputs, policy_loss, prepare
 from rlax_stack.objectives.metrics import finished
 from rlax_stack.objectives.objective import Objective
 from rlax_stack.objectives.vocabulary import current_terms
@@ -46,7 +51,7 @@ TrainStep = Callable[[LearnerState, PackedBatch, jax.Array], tuple[LearnerState,
 class _Total(NamedTuple):
   """What micro-batches add up to."""
 
-  gradient: Any  # float32, the parameters' tree
+  gradient: Any  # float32, the tree differentiated by
   parts: LossParts
 
 
@@ -77,46 +82,165 @@ def make_train_step(
     metrics). The state given is donated. Micro-batches from num_micro on are not computed; they
     must be masked. `metrics` are float32 scalars on the device.
   """
-  transform, schedule = make_optimizer(optimizer), learning_rate_schedule(optimizer)
-  terms = current_terms(objective, score_proximal=score_proximal)
-  whole_terms = current_terms(objective, score_proximal=score_proximal, statistics=True)
-
-  def step(state, batch, num_micro):
-    scored = None
-    if objective.needs_scores:
-      held = jax.lax.stop_gradient(state.params)
-      scored = score_batch(held, config, batch, num_micro, forward, mesh, whole_terms)
-    settings = {'version': state.version, 'score_proximal': score_proximal}
-    whole, norms = loss_inputs(batch, scored, **settings), None
-    if objective.needs_gradient_norms:
-      norms = squared_gradient_norms(state.params, config, batch, num_micro, forward, mesh)
-    prepared = prepare(objective, whole, state.objective, norms)
-
-    def part(params, index):
-      rows = micro_batch(batch, index)
-      cut = prepared._replace(tokens=micro_batch(prepared.tokens, index))
-      scored = target_log_probs(params, config, rows, forward, mesh, terms)
-      out = policy_loss(objective, loss_inputs(rows, scored, **settings), cut, state.objective)
-      return out.loss, out
-
-    total = _accumulate(part, state.params, num_micro)
-    return _apply(state, total, prepared, objective, transform, schedule)
-
+  step = _Step(config, mesh, forward, objective, optimizer, score_proximal)
   params = decoder.abstract_params(config)
+  makers = objective.init_state, critics.make_state(objective.critic_settings, optimizer)
   average = objective.average_decay is not None
-  shapes = abstract_state(params, transform, mesh, objective.init_state, average)
+  shapes = abstract_state(params, make_optimizer(optimizer), mesh, *makers, average)
   shardings = state_shardings(shapes, mesh)
   replicated = NamedSharding(mesh, PartitionSpec())
   return jax.jit(
-    step,
+    step.step,
     in_shardings=(shardings, rows_sharding(mesh), replicated),
     out_shardings=(shardings, replicated),
     donate_argnums=0,
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Step:
+  """The step as a function of state and batch; arguments as `make_train_step`."""
+
+  config: ModelConfig
+  mesh: Mesh
+  forward: ForwardSettings
+  objective: Objective
+  optimizer: OptimizerSettings
+  score_proximal: bool
+
+  def step(
+    self, state: LearnerState, batch: PackedBatch, num_micro: jax.Array
+  ) -> tuple[LearnerState, dict[str, Any]]:
+    """One update of the policy, and those of its critic."""
+    prepared = self._prepared(state, batch, num_micro)
+
+    def part(trained, index):
+      out = self._part(trained, state, micro_batch(batch, index), _cut(prepared, index))
+      return out.loss, out
+
+    def value_part(critic_params, index):
+      out = self._value_part(critic_params, None, micro_batch(batch, index), _cut(prepared, index))
+      return out.loss, out
+
+    total = _accumulate(part, (state.params, state.critic.get('params', {})), num_micro)
+    settings, found = self.objective.critic_settings, {}
+    critic, norm = {}, jnp.float32(0.0)
+    if settings is not None:
+      further = functools.partial(_accumulate, value_part, num_micro=num_micro)
+      first = total.gradient[1]
+      critic, norm = _critic_updates(settings, self.optimizer, state.critic, first, further)
+      values, targets = prepared.tokens['value_t'], prepared.tokens['target_t']
+      found = value_metrics(values, targets, batch.mask_t) | {'critic_grad_norm': norm}
+    state, metrics = self._apply(state, critic, jnp.isfinite(norm), total, prepared)
+    return state, metrics | found
+
+  def _loss_inputs(self, state: LearnerState, batch: PackedBatch, scored: Any) -> LossInputs:
+    return loss_inputs(batch, scored, version=state.version, score_proximal=self.score_proximal)
+
+  def _prepared(self, state: LearnerState, batch: PackedBatch, num_micro: jax.Array) -> Prepared:
+    """What the whole batch says, scored under the current weights where a box wants that."""
+    objective, model = self.objective, (self.config, batch, num_micro, self.forward, self.mesh)
+    scored, norms = None, None
+    if objective.needs_scores:
+      held = jax.lax.stop_gradient(state.params)
+      terms = current_terms(objective, score_proximal=self.score_proximal, statistics=True)
+      scored = score_batch(held, *model, terms)
+    if objective.needs_gradient_norms:
+      norms = squared_gradient_norms(state.params, *model)
+    return prepare(objective, self._loss_inputs(state, batch, scored), state.objective, norms)
+
+  def _part(
+    self, trained: Any, state: LearnerState, rows: PackedBatch, prepared: Prepared
+  ) -> LossParts:
+    """The loss of one micro-batch by the parameters of policy and critic."""
+    params, critic_params = trained
+    hidden = row_states(params, self.config, rows, self.forward, self.mesh)
+    terms = current_terms(self.objective, score_proximal=self.score_proximal)
+    scored = head_log_probs(params, self.config, hidden, rows, self.forward, self.mesh, terms)
+    inputs = self._loss_inputs(state, rows, scored)
+    out = policy_loss(self.objective, inputs, prepared, state.objective)
+    if self.objective.critic is None:
+      return out
+    values = self._value_part(critic_params, hidden, rows, prepared)
+    return out._replace(loss=out.loss + values.loss, means=out.means | values.means)
+
+  def _value_part(
+    self, critic_params: Any, hidden: Any, rows: PackedBatch, prepared: Prepared
+  ) -> LossParts:
+    """The value loss of one micro-batch; `hidden` of the policy, for a critic that shares it."""
+    critic = self.objective.critic_settings
+    if critic is None:
+      raise ValueError('there is no critic.')
+    value = critics.row_values(
+      critic, critic_params, hidden, self.config, rows, self.forward, self.mesh
+    )
+    return value_loss(
+      critic,
+      critics.values_before(value, rows),
+      prepared.tokens['value_t'],
+      prepared.tokens['target_t'],
+      rows.mask_t,
+      prepared.denominators.tokens,
+    )
+
+  def _apply(self, state, critic, critic_finite, total, prepared):
+    """Updates the state, or leaves all but the counters alone where something is not finite."""
+    objective, settings = self.objective, self.objective.critic_settings
+    transform, schedule = make_optimizer(self.optimizer), learning_rate_schedule(self.optimizer)
+    gradient, loss = total.gradient[0], total.parts.loss
+    norm = optax.tree.norm(gradient)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm) & critic_finite
+    pretraining = 0 if settings is None else settings.pretrain_updates
+    applied = updates_applied(state)
+    moves = finite & (applied >= pretraining)
+    # optax mixes its int32 counters with float32, which strict promotion refuses.
+    with jax.numpy_dtype_promotion('standard'):
+      updates, opt_state = transform.update(gradient, state.opt_state, state.params)
+      learning_rate = jnp.where(applied < pretraining, 0.0, schedule(applied - pretraining))
+    scale = prepared.step_scale
+    if scale is not None:
+      updates = jax.tree.map(lambda x: scale * x, updates)
+    params = optax.apply_updates(state.params, updates)
+    measured = finished(total.parts)
+    carried = objective.update_state(state.objective, measured | {'loss': loss})
+    average, decay = state.average, objective.average_decay
+    if decay is not None:
+      average = averaged(average, params, decay)
+    # A select on every leaf fuses into the update; no branch, no wait for the host.
+    params, opt_state, carried, average = _chosen(
+      moves,
+      (params, opt_state, carried, average),
+      (state.params, state.opt_state, state.objective, state.average),
+    )
+    bad = jnp.where(finite, 0, 1)
+    new_state = LearnerState(
+      params=params,
+      opt_state=opt_state,
+      version=state.version,
+      step=state.step + 1,
+      skipped=state.skipped + bad,
+      skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
+      objective=carried,
+      critic=_chosen(finite, critic, state.critic),
+      average=average,
+    )
+    metrics = (
+      measured
+      | {
+        'loss': loss,
+        'grad_norm': norm,
+        'learning_rate': learning_rate,
+        'trained_tokens': prepared.denominators.tokens,
+        'skipped': new_state.skipped,
+        'skipped_in_row': new_state.skipped_in_row,
+      }
+      | ({} if scale is None else {'step_scale': scale})
+    )
+    return new_state, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)
+
+
 def _accumulate(part: Callable, params: Any, num_micro: jax.Array) -> _Total:
-  """Adds up value, gradient and metrics of `part(params, index)` over the micro-batches in use."""
+  """Adds up loss, gradient and metrics of `part(params, index)` over the micro-batches in use."""
 
   def body(index, total):
     (_, out), gradient = jax.value_and_grad(part, has_aux=True)(params, index)
@@ -127,51 +251,34 @@ def _accumulate(part: Callable, params: Any, num_micro: jax.Array) -> _Total:
   return jax.lax.fori_loop(0, num_micro, body, zeros)
 
 
-def _apply(state, total, prepared, objective, transform, schedule):
-  """Updates the state, or leaves all but the counters alone where something is not finite."""
-  gradient, loss = total.gradient, total.parts.loss
-  norm = optax.tree.norm(gradient)
-  finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-  # optax mixes its int32 counters with float32, which strict promotion refuses.
-  with jax.numpy_dtype_promotion('standard'):
-    updates, opt_state = transform.update(gradient, state.opt_state, state.params)
-    learning_rate = schedule(updates_applied(state))
-  scale = prepared.step_scale
-  if scale is not None:
-    updates = jax.tree.map(lambda x: scale * x, updates)
-  params = optax.apply_updates(state.params, updates)
-  measured = finished(total.parts)
-  carried = objective.update_state(state.objective, measured | {'loss': loss})
-  average, decay = state.average, objective.average_decay
-  if decay is not None:
-    average = averaged(average, params, decay)
-  # A select on every leaf fuses into the update; no branch, no wait for the host.
-  params, opt_state, carried, average = jax.tree.map(
-    lambda new, old: jnp.where(finite, new, old),
-    (params, opt_state, carried, average),
-    (state.params, state.opt_state, state.objective, state.average),
-  )
-  bad = jnp.where(finite, 0, 1)
-  new_state = LearnerState(
-    params=params,
-    opt_state=opt_state,
-    version=state.version,
-    step=state.step + 1,
-    skipped=state.skipped + bad,
-    skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
-    objective=carried,
-    average=average,
-  )
-  metrics = (
-    measured
-    | {
-      'loss': loss,
-      'grad_norm': norm,
-      'learning_rate': learning_rate,
-      'trained_tokens': prepared.denominators.tokens,
-      'skipped': new_state.skipped,
-      'skipped_in_row': new_state.skipped_in_row,
-    }
-    | ({} if scale is None else {'step_scale': scale})
-  )
-  return new_state, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)
+def _critic_updates(
+  critic: CriticSettings,
+  optimizer: OptimizerSettings,
+  state: Any,
+  gradient: Any,
+  further: Callable[[Any], _Total],
+) -> tuple[Any, jax.Array]:
+  """The critic's state after its updates of this step, the first of them with `gradient`.
+
+  `further(params)` gives the gradient of the others. Returns it with the mean norm of all gradients.
+  """
+  transform = make_optimizer(critics.critic_optimizer(critic, optimizer))
+
+  def once_more(_, carry):
+    moved, norm = carry
+    moved, one = critics.updated(critic, transform, further(moved['params']).gradient, moved)
+    return moved, norm + one
+
+  carry = critics.updated(critic, transform, gradient, state)
+  if critic.updates > 1:
+    carry = jax.lax.fori_loop(1, critic.updates, once_more, carry)
+  return carry[0], carry[1] / critic.updates
+
+
+def _cut(prepared: Prepared, index: jax.Array) -> Prepared:
+  """What is prepared, for micro-batch `index` alone."""
+  return prepared._replace(tokens=micro_batch(prepared.tokens, index))
+
+
+def _chosen(moves: jax.Array, new: Any, old: Any) -> Any:
+  return jax.tree.map(lambda a, b: jnp.where(moves, a, b), new, old)

@@ -27,6 +27,7 @@ TAGS = {
   'greedy': 'compares with a greedy sample: one more is drawn per prompt, and not trained on',
   'steps': 'reads rewards of single steps: some verifier has to give them',
   'critic': 'reads values: needs a critic',
+  'unscored': 'its hooks read no log-probs: nothing is scored for them before the micro-batches',
   'anchor': 'reads anchor_log_probs_t: the starting weights are scored at every batch',
   'entropy_gradient': 'differentiates entropy_t',
   'host_scores': 'reads log_probs_t and anchor_log_probs_t of the RewardBatch',
@@ -63,6 +64,7 @@ class Box:
   proximal_vocabulary: the same of the proximal policy, held constant.
   token_advantages: for advantages: (LossInputs of [M, rows, N] arrays) -> adv_t, before the statistics;
     it may name `gradient_norms`, ‖∇ Σ log π‖² of each token's trajectory, a backward pass for each.
+  value_targets: for advantages tagged 'critic': (LossInputs of [M, rows, N] arrays) -> target_t.
   init_state: () -> pytree of float32 arrays that lives from step to step and in checkpoints.
   update_state: (state, metrics: dict of float32 scalars) -> state, after every applied update.
   host_state: for shaping and advantages: () -> JSON object that lives from batch to batch and in
@@ -79,6 +81,7 @@ class Box:
   vocabulary: Callable[..., Any] | None = None
   proximal_vocabulary: Callable[..., Any] | None = None
   token_advantages: Callable[..., Any] | None = None
+  value_targets: Callable[..., Any] | None = None
   init_state: Callable[..., Any] | None = None
   update_state: Callable[..., Any] | None = None
   host_state: Callable[..., Any] | None = None
@@ -87,7 +90,7 @@ class Box:
   def parts(self) -> tuple[Callable[..., Any], ...]:
     """The function and the hooks that there are."""
     hooks = (self.proximal, self.average, self.vocabulary, self.proximal_vocabulary)
-    hooks += (self.token_advantages, self.batch_statistics)
+    hooks += (self.token_advantages, self.value_targets, self.batch_statistics)
     hooks += (self.init_state, self.update_state, self.host_state)
     return (self.function, *(hook for hook in hooks if hook is not None))
 

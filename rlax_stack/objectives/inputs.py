@@ -37,6 +37,9 @@ class LossInputs(NamedTuple):
   vocabulary: Mapping[
     str, Any
   ] = {}  # by slot, what the hooks of whole distributions gave: [..., N, ...]
+  # Of a critic at the start of the batch; None without one:
+  value_t: Any = None  # float32, of the state before the token
+  next_value_t: Any = None  # float32, of the state after it, see PackedBatch
 
 
 class TokenLoss(NamedTuple):
@@ -98,7 +101,9 @@ def clean(inputs: LossInputs) -> LossInputs:
   """`inputs` in float32 with 0 (ids: -1) wherever the mask is off, in value and in gradient."""
   mask = inputs.mask_t
 
-  def masked(value: jax.Array) -> jax.Array:
+  def masked(value: jax.Array | None) -> Any:
+    if value is None:
+      return None
     kept = mask.reshape(mask.shape + (1,) * (value.ndim - mask.ndim))
     if jnp.issubdtype(value.dtype, jnp.integer):
       return jnp.where(kept, value, -1)

@@ -30,7 +30,8 @@ class Prepared(NamedTuple):
   `tokens` is cut with the micro-batches; the rest is for all of them.
   """
 
-  tokens: dict[str, Any]  # [M, rows, N] arrays: weight_t, adv_t, statistics by slot
+  # [M, rows, N] arrays: weight_t, adv_t, statistics by slot; value_t, target_t with a critic
+  tokens: dict[str, Any]
   scalars: dict[str, Any]  # statistics by slot
   denominators: Denominators
   step_scale: jax.Array | None = None  # factor of the optimizer's update; None: 1
@@ -75,6 +76,10 @@ def prepare(
     'adv_t': inputs.adv_t,
     'statistics': {slot: dict(s.tokens) for slot, s in found.items()},
   }
+  if objective.critic is not None:
+    bound = objective.advantage
+    target_t = bound.call(bound.box.value_targets, inputs)
+    tokens |= {'value_t': inputs.value_t, 'target_t': jnp.where(inputs.mask_t, target_t, 0.0)}
   scalars = {slot: dict(s.scalars) for slot, s in found.items()}
   trained = jnp.sum(inputs.mask_t.astype(jnp.float32))
   scales = [s.step_scale for s in found.values() if s.step_scale is not None]
@@ -202,4 +207,6 @@ def loss_inputs(batch: Any, scored: Any, *, version: jax.Array, score_proximal: 
     version_t=batch.version_t,
     staleness_t=version - batch.version_t,
     vocabulary=merged(batch.proximal_vocabulary, terms),
+    value_t=batch.value_t,
+    next_value_t=batch.next_value_t,
   )

@@ -14,16 +14,19 @@ from rlax_stack.objectives import (
   advantages,
   aggregation,
   corrections,
+  critics,
   ratios,
   regularisers,
   shaping,
   trust_regions,
 )
 from rlax_stack.objectives.boxes import BoundBox, Table, bind, keyword_only
+from rlax_stack.objectives.critics.networks import CriticSettings
 
 TABLES: Mapping[str, Table] = {
   'shaping': shaping.TABLE,
   'advantage': advantages.TABLE,
+  'critic': critics.TABLE,
   'ratio': ratios.TABLE,
   'trust_region': trust_regions.TABLE,
   'corrections': corrections.TABLE,
@@ -45,6 +48,12 @@ class Objective:
   corrections: tuple[BoundBox, ...]
   regularisers: tuple[BoundBox, ...]
   aggregation: BoundBox
+  critic: BoundBox | None = None
+
+  @property
+  def critic_settings(self) -> CriticSettings | None:
+    """What the critic's box says; None without a critic."""
+    return None if self.critic is None else self.critic()
 
   @property
   def device_boxes(self) -> dict[str, BoundBox]:
@@ -67,7 +76,8 @@ class Objective:
   @property
   def boxes(self) -> tuple[BoundBox, ...]:
     """Every box."""
-    return (*self.shaping, *self.device_boxes.values(), self.aggregation)
+    critic = () if self.critic is None else (self.critic,)
+    return (*self.shaping, *self.device_boxes.values(), self.aggregation, *critic)
 
   @property
   def tags(self) -> frozenset[str]:
@@ -77,7 +87,8 @@ class Objective:
   @property
   def needs_scores(self) -> bool:
     """Whether some box wants to see the whole batch under the current weights first."""
-    return any(b.box.batch_statistics or b.box.token_advantages for b in self.boxes)
+    hooked = [b.box for b in self.boxes if b.box.batch_statistics or b.box.token_advantages]
+    return any('unscored' not in box.tags for box in hooked)
 
   @property
   def needs_gradient_norms(self) -> bool:
@@ -117,7 +128,10 @@ class Objective:
     if weight:
       loss = f'{weight} · {loss}'
     mean = self.aggregation.box.formula.format(loss=loss, **dict(self.aggregation.options))
-    terms = ' '.join([f'L = {mean}', *(bound.formula for bound in self.regularisers)])
+    added = [bound.formula for bound in self.regularisers]
+    if self.critic is not None:
+      added.append(self.critic.formula)
+    terms = ' '.join([f'L = {mean}', *added])
     symbols = [] if 'no_ratio' in self.trust_region.box.tags else [self.ratio.formula]
     if re.search(r'\bw\b', terms):
       symbols.append('w = π_proximal/π_behaviour')
@@ -152,7 +166,7 @@ def resolve(
       otherwise.
     regularisers: boxes in order.
     aggregation: one box.
-    critic: 'none'.
+    critic: one box, or 'none'.
     off_policy: whether samples may be stale or a batch gets several updates.
     max_tokens: config.rollout.max_tokens, for options of that name that are left at 0.
 
@@ -167,8 +181,6 @@ def resolve(
   def many(slot: str, texts: Sequence[str]) -> tuple[BoundBox, ...]:
     return tuple(one(slot, text) for text in texts)
 
-  if critic != 'none':
-    raise ConfigError(f'config.objective.critic must be none, got {critic!r}: no critic is built.')
   bound_ratio = one('ratio', ratio)
   if 'auto' in corrections:
     if len(corrections) > 1:
@@ -187,6 +199,7 @@ def resolve(
     corrections=many('corrections', corrections),
     regularisers=many('regularisers', regularisers),
     aggregation=one('aggregation', aggregation),
+    critic=None if critic.strip() == 'none' else one('critic', critic),
   )
   _check(objective)
   return objective
@@ -218,12 +231,24 @@ def _check(objective: Objective) -> None:
       f'but config.objective.ratio has base {base!r}, of which only log-probs of sampled tokens are '
       "known. Set the ratio's base to proximal or ema."
     )
-  if 'critic' in objective.tags:
-    names = [bound.name for bound in objective.boxes if 'critic' in bound.box.tags]
-    raise ConfigError(
-      f'{names[0]} reads the values of a critic, but config.objective.critic is none. Choose an '
-      'estimator without a critic, such as group_center.'
-    )
+  _check_critic(objective)
   keys = [bound.name for bound in objective.regularisers]
   if len(set(keys)) < len(keys):
     raise ConfigError(f'config.objective.regularisers names a box twice, got {keys}.')
+
+
+def _check_critic(objective: Objective) -> None:
+  """Refuses an estimator without its critic, and a critic that no estimator reads."""
+  name, reads = objective.advantage.name, 'critic' in objective.advantage.box.tags
+  if reads and objective.critic is None:
+    raise ConfigError(
+      f'config.objective.advantage={name} reads the values of a critic, but config.objective.critic '
+      'is none. Set it to separate or shared_trunk, or choose an estimator without a critic, such as '
+      'group_center.'
+    )
+  if objective.critic is not None and not reads:
+    raise ConfigError(
+      f'config.objective.critic={objective.critic.name} would be trained, but '
+      f'config.objective.advantage={name} does not read its values. Set config.objective.critic to '
+      'none, or config.objective.advantage to gae, length_adaptive_gae or vtrace.'
+    )

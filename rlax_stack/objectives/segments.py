@@ -45,6 +45,12 @@ def run_start(mask_t: jax.Array, *ids: jax.Array) -> jax.Array:
   return mask_t & (changed | first_of_row)
 
 
+def run_end(mask_t: jax.Array, *ids: jax.Array) -> jax.Array:
+  """True at the last trained token of every run; see `run_start`."""
+  backwards = [jnp.flip(x, axis=-1) for x in (mask_t, *ids)]
+  return jnp.flip(run_start(*backwards), axis=-1)
+
+
 def batch_sum(value_t: jax.Array, mask_t: jax.Array, ids: jax.Array) -> jax.Array:
   """At every token the sum over all tokens of the batch with the same id (a group, a trajectory).
 

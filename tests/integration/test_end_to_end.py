@@ -153,3 +153,55 @@ def test_mistakes_are_one_line_and_exit_status_2(launch, change, message):
   last = done.stdout.strip().splitlines()[-1]
   assert last.startswith('error: ') and message in last
   assert os.linesep + 'Traceback' not in done.stdout
+
+
+_CRITIC = (
+  '--config.objective.advantage=length_adaptive_gae(alpha=1.5)',
+  '--config.objective.ratio=token(base="behaviour")',
+  '--config.objective.trust_region=double_sided(delta_low=0.3,delta_high=5.0)',
+  '--config.rollout.group_size=1',
+  '--config.rollout.groups_per_step=16',
+)
+
+
+def _critic_flag(**options):
+  fields = {'learning_rate': 0.01, 'updates': 2, 'freeze_attention': True, **options}
+  written = ','.join(f'{name}={value!r}' for name, value in fields.items())
+  return f'--config.objective.critic=separate({written})'
+
+
+@pytest.mark.slow
+def test_one_sample_per_prompt_with_a_critic(launch, tmp_path):
+  """SAO through the whole product; a second run starts from the critic of the first."""
+  done = launch(*_CRITIC, _critic_flag(pretrain_updates=5), '--config.fleet.max_staleness=1')
+  assert done.returncode == 0, done.stdout
+  lines = metrics_of(tmp_path)
+  rewards = [line['reward/mean'] for line in lines]
+  assert len(rewards) == 30
+  assert np.mean(rewards[-3:]) > np.mean(rewards[:5]) + 0.3
+  assert [line['train/learning_rate'] > 0 for line in lines] == [False] * 5 + [True] * 25
+  assert lines[0]['train/value_mean'] == 0.0 < lines[-1]['train/value_mean']
+  source, second = tmp_path / 'toy', tmp_path / 'second'
+  flags = (*_CRITIC, f'--workdir={second}', '--config.steps=1')
+  done = launch(*flags, _critic_flag(warm_start=str(source)))
+  assert done.returncode == 0 and f'critic taken over from {source}' in done.stdout, done.stdout
+  assert metrics_of(second)[0]['train/value_mean'] > 0.3
+  done = launch(*flags, f'--workdir={tmp_path / "third"}', _critic_flag(warm_start='/nowhere'))
+  assert done.returncode != 0 and 'no checkpoints in /nowhere' in done.stdout
+
+
+@pytest.mark.slow
+def test_resumed_with_a_critic_equals_never_stopped(launch, tmp_path):
+  whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+  flags = (*_CRITIC, _critic_flag(pretrain_updates=2), '--config.checkpoint.every_steps=3')
+  done = launch(*flags, '--config.steps=6', f'--workdir={whole}')
+  assert done.returncode == 0, done.stdout
+  for steps in (3, 6):
+    done = launch(*flags, f'--config.steps={steps}', f'--workdir={cut}')
+    assert done.returncode == 0, done.stdout
+  want, got = params_of(whole), params_of(cut)
+  for path in want:
+    np.testing.assert_array_equal(want[path], got[path], err_msg=path)
+  same = ('train/loss', 'train/value_loss', 'train/explained_variance', 'train/critic_grad_norm')
+  for one, other in zip(metrics_of(whole), metrics_of(cut), strict=True):
+    assert {name: one[name] for name in same} == {name: other[name] for name in same}

@@ -97,7 +97,28 @@ def test_missing_and_mistyped_fields_are_named():
       {'objective__ratio': 'token(base="behaviour")', 'objective__corrections': ('token_tis',)},
       'once more',
     ),
-    ({'objective__critic': 'shared'}, "critic must be none, got 'shared'"),
+    ({'objective__critic': 'shared'}, "critic names no box 'shared'. There are: shared_trunk, sep"),
+    ({'objective__advantage': 'gae'}, 'gae reads the values of a critic.*separate or shared_trunk'),
+    ({'objective__critic': 'separate'}, 'group_center does not read its values.*to none'),
+    (
+      {
+        'objective__advantage': 'gae',
+        'objective__critic': 'separate(pretrain_updates=100)',
+      },
+      'pretrain_updates=100 .* leaves no update of the policy',
+    ),
+    (
+      {'objective__advantage': 'gae', 'objective__critic': 'shared_trunk(updates=2)'},
+      "shared_trunk has no option 'updates'",
+    ),
+    (
+      {
+        'objective__advantage': 'vtrace',
+        'objective__critic': 'separate',
+        'rollout__top_k': 5,
+      },
+      'advantage=vtrace.*kept set',
+    ),
     (
       {'objective__ratio': 'token(base="behaviour")', 'rollout__top_p': 0.9},
       'ratio=token.*kept set',

@@ -9,6 +9,7 @@ from rlax_stack.objectives.advantages import (
   batch_std,
   best_of_k,
   branches,
+  critic,
   flat_groups,
   greedy,
   group,
@@ -33,4 +34,5 @@ TABLE = (
   | greedy.TABLE
   | process.TABLE
   | roles.TABLE
+  | critic.TABLE
 )

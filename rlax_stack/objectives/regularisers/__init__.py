@@ -9,8 +9,14 @@ from rlax_stack.objectives.regularisers import (
   entropy,
   kl,
   low_probability,
+  positive,
 )
 
 TABLE = (
-  kl.TABLE | entropy.TABLE | controlled_entropy.TABLE | low_probability.TABLE | distribution.TABLE
+  kl.TABLE
+  | entropy.TABLE
+  | controlled_entropy.TABLE
+  | low_probability.TABLE
+  | distribution.TABLE
+  | positive.TABLE
 )

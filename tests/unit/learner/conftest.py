@@ -18,6 +18,8 @@ from rlax_stack.objectives.objective import resolve
 from rlax_stack.sharding import make_mesh
 from rlax_stack.types import FinishReason, Group, Prompt, Reward, Source, Trajectory
 
+GAE = 'gae(gamma=0.9, lam=0.8, value_lam=0.9)'
+
 
 def _trajectory(rng, config, group_id, index, prompt, length, reward):
   tokens = np.concatenate([prompt, rng.integers(0, config.vocab_size, length)]).astype(np.int32)
@@ -112,5 +114,50 @@ def make_learner(tiny, tiny_params, settings):
       dataclasses.replace(settings, **replace),
       make_mesh(sizes, jax.devices()[:count]),
     )
+
+  return make
+
+
+def _cut_off(groups):
+  """The first trajectory of every group was cut off, the second aborted."""
+  reasons = (FinishReason.LENGTH, FinishReason.ABORT)
+
+  def one(group):
+    cut = [
+      dataclasses.replace(t, finish_reason=reason)
+      for t, reason in zip(group.trajectories, reasons, strict=False)
+    ]
+    return dataclasses.replace(group, trajectories=(*cut, *group.trajectories[2:]))
+
+  return [one(group) for group in groups]
+
+
+def _randomised(learner, seed=0, scale=0.3):
+  """Gives the learner a value head that says something."""
+  rng = np.random.default_rng(seed)
+  state = learner.state
+  head = jax.tree.map(
+    lambda x: jax.device_put((scale * rng.standard_normal(x.shape)).astype(np.float32), x.sharding),
+    state.critic['params']['value_head'],
+  )
+  params = state.critic['params'] | {'value_head': head}
+  learner.restore(state._replace(critic=state.critic | {'params': params}))
+  return learner
+
+
+@pytest.fixture(scope='session')
+def cut_groups(make_groups):
+  """The groups of `make_groups`; in each the first trajectory was cut off, the second aborted."""
+  return _cut_off(make_groups())
+
+
+@pytest.fixture(scope='session')
+def make_critic_learner(make_learner):
+  """Function (critic, random_head, advantage, boxes, LearnerSettings fields) -> Learner."""
+
+  def make(critic='separate', *, random_head=True, advantage=GAE, boxes=None, **fields):
+    objective = resolve(critic=critic, advantage=advantage, corrections=(), **(boxes or {}))
+    learner = make_learner(objective=objective, **fields)
+    return _randomised(learner) if random_head else learner
 
   return make

@@ -51,7 +51,7 @@ def _group(group_id, prompt_length, lengths):
         behaviour_log_probs_t=np.zeros(size, np.float32),
         raw_log_probs_t=np.zeros(size, np.float32),
         version_t=np.zeros(size, np.int32),
-        finish_reason=FinishReason.STOP,
+        finish_reason=FinishReason.LENGTH,
       )
     )
   return Group(
@@ -70,9 +70,11 @@ def test_every_batch_within_the_limits_fits(data):
     'max_prompt_tokens': data.draw(st.integers(1, 40)),
     'max_tokens': data.draw(st.integers(1, 40)),
   }
-  single = limits['max_prompt_tokens'] + limits['max_tokens'] - 1
+  bootstrap = data.draw(st.booleans())
+  single = limits['max_prompt_tokens'] + limits['max_tokens'] - 1 + bootstrap
   plan = plan_rows(
     **limits,
+    bootstrap=bootstrap,
     row_length=data.draw(st.sampled_from([0, single, single + 30])),
     micro_batch_tokens=data.draw(st.integers(1, 300)),
     data_parallel=data.draw(st.integers(1, 3)),
@@ -92,5 +94,6 @@ def test_every_batch_within_the_limits_fits(data):
     [np.zeros(len(g.trajectories)) for g in groups],
     row_shapes=[plan.shape],
     rows_multiple=plan.micro_batch_rows,
+    bootstrap=bootstrap,
   )
   assert batch.tokens.shape[0] <= plan.max_micro_batches * plan.micro_batch_rows

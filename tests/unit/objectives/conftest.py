@@ -37,6 +37,12 @@ def _inputs(seed=0, masked=0.0, drift=0.15, rows=2):
   proximal = np.minimum(behaviour + drift * rng.standard_normal(shape), -0.02)
   current = np.minimum(proximal + drift * rng.standard_normal(shape), -0.01)
   reward = rng.random(4 * rows)
+  # Draws of their own: half of the trajectories end, half are cut off.
+  own = np.random.default_rng((seed, 1))
+  value, after = (
+    own.standard_normal(shape),
+    own.standard_normal(4 * rows) * np.array([0, 1] * 2 * rows),
+  )
 
   def filled(value):
     return jnp.asarray(np.where(mask, value, masked), jnp.float32)
@@ -59,7 +65,19 @@ def _inputs(seed=0, masked=0.0, drift=0.15, rows=2):
     turn_t=ids(place % 4 >= 2),
     version_t=ids(3 - trajectory % 2),
     staleness_t=ids(trajectory % 2),
+    value_t=filled(value),
+    next_value_t=filled(_next_values(value, mask, trajectory, after)),
   )
+
+
+def _next_values(value, mask, trajectory, after):
+  """The value of the trajectory's next trained token; `after[i]` at its last one."""
+  out = np.zeros(value.shape)
+  for index in range(len(after)):
+    places = np.argwhere(mask & (trajectory == index))
+    for here, following in zip(places, [*places[1:], None], strict=True):
+      out[tuple(here)] = after[index] if following is None else value[tuple(following)]
+  return out
 
 
 def _with_vocabulary(objective, inputs, masked=0.0, words=6):

@@ -27,6 +27,10 @@ def _rows(x):
 def _objective(slot, name):
   """An objective with this box and plain ones beside it."""
   boxes = {'corrections': (), 'max_tokens': 8} | {slot: (name,) if slot in _LISTS else name}
+  if slot == 'critic':
+    boxes['advantage'] = 'gae'
+  elif 'critic' in TABLES[slot][name].tags:
+    boxes['critic'] = 'separate'
   return resolve(**boxes)
 
 
@@ -58,6 +62,7 @@ def test_entry_is_documented_and_its_options_are_named_by_what_they_bound(slot, 
     assert set(names) <= set(box_options(box)) | set(RESERVED)
   assert (box.init_state is None) == (box.update_state is None)
   assert box.host_state is None or slot in ('shaping', 'advantage')
+  assert ('critic' in box.tags) == (box.value_targets is not None)
   bound = bind(name, TABLES[slot], slot, fill={'max_tokens': 8})
   assert bind(bound.text, TABLES[slot], slot) == bound
   assert _objective(slot, name).formula.count('\n') == 0

@@ -1,12 +1,14 @@
 """Every recipe raises the reward of a tabular policy on a toy task, on policy and four versions stale.
 
 No transformer: the policy is a table of logits by prompt and position, the task is to say each
-prompt's own word at each position before saying stop. Everything between reward and gradient is real.
+prompt's own word at each position before saying stop. A critic is a table of values, of the same.
+Everything between reward and gradient is real.
 """
 
 import functools
 import importlib
 import pathlib
+import re
 from typing import NamedTuple
 
 import jax
@@ -17,9 +19,11 @@ import pytest
 
 from rlax_stack import objective_rules
 from rlax_stack.config import from_config_dict
+from rlax_stack.learner.critic import values_after, values_before
 from rlax_stack.learner.scoring import TargetScores
 from rlax_stack.learner.state import averaged
 from rlax_stack.objectives import loss, metrics
+from rlax_stack.objectives.critics.value_loss import value_loss
 from rlax_stack.objectives.host import advantages_of
 from rlax_stack.objectives.inputs import added
 from rlax_stack.objectives.vocabulary import current_terms, proximal_terms
@@ -85,9 +89,17 @@ def _batch(samples, version, found):
     'behaviour_log_probs_t': samples.log_probs.astype(np.float32),
     'proximal_log_probs_t': np.zeros(mask.shape, np.float32),
     'version_t': np.full(mask.shape, version, np.int32),
+    'next_index_t': _next_places(samples.mask, index),
   }
   fields = {name: np.reshape(value, shape) for name, value in fields.items()}
   return fields
+
+
+def _next_places(mask, index):
+  """Place of the state after each word; an answer ends with its last word."""
+  following = index // _SAMPLES * _LENGTH + np.arange(1, _LENGTH + 1)
+  goes_on = np.concatenate([mask[:, 1:], np.zeros((len(mask), 1), bool)], 1)
+  return np.where(goes_on, following, -1).astype(np.int32)
 
 
 def _score(logits, fields, terms=None):
@@ -118,17 +130,45 @@ def _gradient_norms(logits, fields):
   return norms[ids].reshape(fields['mask_t'].shape)
 
 
+def _values(table, fields):
+  """Values before and after every word, of a critic's table."""
+  rows = PackedBatch(**{name: None for name in PackedBatch._fields} | dict(fields))
+  flat = rows._replace(
+    source_index_t=rows.source_index_t.reshape(1, -1), next_index_t=rows.next_index_t.reshape(1, -1)
+  )
+  found = values_before(table.reshape(1, -1), flat), values_after(table.reshape(1, -1), flat)
+  return tuple(x.reshape(rows.mask_t.shape) for x in found)
+
+
+def _value_update(settings, optimizer, table, opt_state, fields, prepared):
+  """The critic's table after its updates on one batch."""
+
+  def whole(table):
+    count, start = prepared.denominators.tokens, prepared.tokens['value_t']
+    value, target = _values(table, fields)[0], prepared.tokens['target_t']
+    return value_loss(settings, value, start, target, fields['mask_t'], count).loss
+
+  for _ in range(settings.updates):
+    with jax.numpy_dtype_promotion('standard'):
+      updates, opt_state = optimizer.update(jax.grad(whole)(table), opt_state)
+    table = table + updates
+  return table, opt_state
+
+
 @functools.cache
 def _make_step(objective, score_proximal):
-  optimizer = optax.adam(0.2)
+  optimizer, critic = optax.adam(0.2), objective.critic_settings
   terms = current_terms(objective, score_proximal=score_proximal)
 
-  def step(logits, opt_state, state, fields, version, anchor, proximal):
+  def step(logits, opt_state, state, fields, version, anchor, proximal, values):
     nothing = dict.fromkeys(('tokens', 'positions', 'subtree_end'), fields['target_t'])
     fields = fields | {'anchor_log_probs_t': _score(anchor, fields).log_prob}
     if score_proximal:
       old = _score(proximal, fields, proximal_terms(objective))
       fields |= {'proximal_log_probs_t': old.log_prob, 'proximal_vocabulary': old.vocabulary}
+    if critic is not None:
+      before, after = _values(values[0], fields)
+      fields = fields | {'value_t': before, 'next_value_t': after}
     batch = PackedBatch(**nothing, **fields)
     settings = {'version': version, 'score_proximal': score_proximal}
     held = jax.lax.stop_gradient(_score(logits, fields, terms))
@@ -150,7 +190,11 @@ def _make_step(objective, score_proximal):
     if prepared.step_scale is not None:
       updates = prepared.step_scale * updates
     found = metrics.finished(total)
-    return logits + updates, opt_state, objective.update_state(state, found), found
+    if critic is not None:
+      values = _value_update(critic, optimizer, *values, fields, prepared)
+      moves = version >= critic.pretrain_updates
+      updates = jnp.where(moves, updates, 0.0)
+    return logits + updates, opt_state, objective.update_state(state, found), found, values
 
   return jax.jit(step), optimizer
 
@@ -163,6 +207,8 @@ def learn(objective, make_reward_batch, *, staleness, updates=1, seed=0):
   target = rng.integers(1, _WORDS, (_PROMPTS, _LENGTH))
   anchor = jnp.zeros((_PROMPTS, _LENGTH, _WORDS), jnp.float32)
   logits, opt_state, state = anchor, optimizer.init(anchor), objective.init_state()
+  table = jnp.zeros((_PROMPTS, _LENGTH), jnp.float32)
+  values = table, optimizer.init(table)
   group = np.repeat(np.arange(_PROMPTS), _SAMPLES)
   average = {'params': logits, 'weight': jnp.float32(1.0)}
   history, rewards, found, carried = [np.asarray(logits)], [], {}, objective.init_host_state()
@@ -181,8 +227,8 @@ def learn(objective, make_reward_batch, *, staleness, updates=1, seed=0):
     proximal = logits
     for _ in range(updates):
       proximal = proximal if decay is None else average['params']
-      logits, opt_state, state, found = step(
-        logits, opt_state, state, fields, np.int32(version), anchor, proximal
+      logits, opt_state, state, found, values = step(
+        logits, opt_state, state, fields, np.int32(version), anchor, proximal, values
       )
       average = average if decay is None else averaged(average, logits, decay)
     history.append(np.asarray(logits))
@@ -196,6 +242,8 @@ def test_recipe_raises_the_reward(name, staleness, make_reward_batch):
   config = importlib.import_module(f'configs.recipes.{name}').get_config()
   config.fleet.max_staleness = staleness
   config.rollout.max_tokens = 2 * _LENGTH  # no answer is near it
+  pretraining = re.sub(r'pretrain_updates=\d+', 'pretrain_updates=5', config.objective.critic)
+  config.objective.critic = pretraining  # of the 30 steps
   objective = objective_rules.resolve_objective(from_config_dict(config))
   assert not list(objective_rules.objective_problems(from_config_dict(config)))
   before, after, found = learn(

@@ -10,7 +10,7 @@ import pytest
 from rlax_stack.objectives import metrics
 from rlax_stack.objectives.inputs import clean
 from rlax_stack.objectives.objective import resolve
-from rlax_stack.objectives.regularisers import controlled_entropy, distribution, kl
+from rlax_stack.objectives.regularisers import controlled_entropy, distribution, kl, positive
 
 _ESTIMATORS = ('k1', 'k2', 'k3', 'k3_plus', 'k3_score', 'k3_is')
 
@@ -208,3 +208,36 @@ def test_distribution_matching(temperature, whole_loss, make_inputs):
     assert (gradient[mask] * step).sum() == pytest.approx(1.5 * (ends[0] - ends[1]), rel=1e-3)
   found = distribution.group_distances(clean(inputs), temperature=temperature)
   assert float(jnp.sum(found.tokens['loss'])) == pytest.approx(value / 3.0, rel=1e-5)
+
+
+@pytest.mark.parametrize('masked', [0.0, float('nan')])
+def test_positive_nll_is_the_mean_over_tokens_of_right_answers(masked, whole_loss, make_inputs):
+  inputs = make_inputs(seed=3, masked=masked)
+  plain = resolve(corrections=())
+  objective = resolve(corrections=(), regularisers=('positive_nll(coef=0.3, correct_at=0.4)',))
+  assert not objective.needs_scores
+
+  def total(log_probs, objective=objective):
+    return whole_loss(objective, inputs._replace(log_probs_t=log_probs)).loss
+
+  mask = np.asarray(inputs.mask_t)
+  right = mask & (np.asarray(inputs.reward_t) >= 0.4)
+  assert 0 < right.sum() < mask.sum()
+  counted = positive.positive_tokens(clean(inputs), correct_at=0.4)
+  assert counted.scalars['tokens'] == right.sum()
+  log_probs = np.asarray(inputs.log_probs_t, np.float64)
+  want = -0.3 * log_probs[right].sum() / right.sum()
+  got = total(inputs.log_probs_t) - total(inputs.log_probs_t, plain)
+  assert got == pytest.approx(want, rel=1e-4)
+  gradients = [jax.grad(total)(inputs.log_probs_t, o) for o in (objective, plain)]
+  difference = np.asarray(gradients[0] - gradients[1])
+  np.testing.assert_allclose(difference[right], -0.3 / right.sum(), rtol=1e-3)
+  np.testing.assert_array_equal(difference[~right], 0.0)
+  found = whole_loss(objective, inputs).means['positive']
+  assert found.numerator / found.denominator == pytest.approx(right.sum() / mask.sum())
+
+
+def test_positive_nll_of_wrong_answers_alone_is_nothing(whole_loss, make_inputs):
+  inputs = make_inputs()
+  plain, objective = resolve(), resolve(regularisers=('positive_nll(correct_at=2.0)',))
+  assert whole_loss(objective, inputs).loss == whole_loss(plain, inputs).loss

@@ -25,7 +25,7 @@ class LossInputs(NamedTuple):
   proximal_log_probs_t: jax.Array  # float32, weights at the start of the batch
   behaviour_log_probs_t: jax.Array  # float32, as sampled
   anchor_log_probs_t: jax.Array  # float32, starting weights; 0 where no box is tagged 'anchor'
-  adv_t: jax.Array  # float32
+  adv_t: jax.Array  # float32; for critic estimators the reward due at the token
   reward_t: jax.Array  # float32, the trajectory's reward after shaping
   mask_t: jax.Array  # bool, True where trained on
   weight_t: jax.Array  # float32, the aggregation's weight

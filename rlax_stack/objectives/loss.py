@@ -57,7 +57,9 @@ def prepare(
   """
   weights = objective.aggregation(inputs.mask_t, inputs.trajectory_t, inputs.group_t)
   inputs = _with_proximal(objective, clean(inputs._replace(weight_t=weights.weight_t)))
-  bound = objective.advantage
+  bound, target_t = objective.advantage, None
+  if objective.critic is not None:
+    target_t = bound.call(bound.box.value_targets, inputs)
   if bound.box.token_advantages is not None:
     extras = {'state': state.get('advantage'), 'gradient_norms': gradient_norms}
     adv_t = bound.call(bound.box.token_advantages, inputs, **extras)
@@ -76,9 +78,7 @@ def prepare(
     'adv_t': inputs.adv_t,
     'statistics': {slot: dict(s.tokens) for slot, s in found.items()},
   }
-  if objective.critic is not None:
-    bound = objective.advantage
-    target_t = bound.call(bound.box.value_targets, inputs)
+  if target_t is not None:
     tokens |= {'value_t': inputs.value_t, 'target_t': jnp.where(inputs.mask_t, target_t, 0.0)}
   scalars = {slot: dict(s.scalars) for slot, s in found.items()}
   trained = jnp.sum(inputs.mask_t.astype(jnp.float32))

@@ -1,8 +1,7 @@
 """Sums to go along the trained tokens of trajectories: what critic estimators are made of.
 
 Not for estimators themselves (advantages/critic.py). Invariants: t⁺ is the next trained token of
-the trajectory, whatever lies between; nothing crosses from one trajectory to the next; and there is
-one place where rewards get to tokens (`token_rewards`).
+the trajectory, whatever lies between; nothing crosses from one trajectory to the next.
 """
 
 import jax
@@ -10,12 +9,6 @@ import jax.numpy as jnp
 
 from rlax_stack.objectives import segments
 from rlax_stack.objectives.inputs import LossInputs
-
-
-def token_rewards(inputs: LossInputs) -> jax.Array:
-  """Reward of every trained token, float32: the trajectory's at its last trained token, else 0."""
-  last = segments.run_end(inputs.mask_t, inputs.trajectory_t)
-  return jnp.where(last, inputs.reward_t, 0.0)
 
 
 def sum_to_go(
@@ -55,5 +48,8 @@ def next_of(value_t: jax.Array, mask_t: jax.Array, trajectory_t: jax.Array) -> j
 
 
 def td_errors(inputs: LossInputs, gamma: float) -> jax.Array:
-  """δₜ = rₜ + γ V(s_{t⁺}) − V(sₜ), float32; V is 0 after the end of a trajectory."""
-  return token_rewards(inputs) + gamma * inputs.next_value_t - inputs.value_t
+  """δₜ = rₜ + γ V(s_{t⁺}) − V(sₜ), float32; V is 0 after the end of a trajectory.
+
+  rₜ is `inputs.adv_t` as the host gives it: the reward due at the token.
+  """
+  return inputs.adv_t + gamma * inputs.next_value_t - inputs.value_t

@@ -43,11 +43,14 @@ def test_layers_of_an_8b_model(generation, make_tpu_mesh):
   step = make_train_step(_QWEN3_8B, mesh, forward=forward, objective=objective, optimizer=optimizer)
   params = decoder.abstract_params(_QWEN3_8B)
   state = abstract_state(params, make_optimizer(optimizer), mesh, objective.init_state)
+  fields = {*PackedBatch._fields} - {*PackedBatch._field_defaults} | {'next_index_t'}
   batch = PackedBatch(
-    *(
-      jax.ShapeDtypeStruct((4, 2, 8192), _DTYPES.get(name, jnp.int32), sharding=rows_sharding(mesh))
-      for name in PackedBatch._fields
-    )
+    **{
+      name: jax.ShapeDtypeStruct(
+        (4, 2, 8192), _DTYPES.get(name, jnp.int32), sharding=rows_sharding(mesh)
+      )
+      for name in fields
+    }
   )
   count = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

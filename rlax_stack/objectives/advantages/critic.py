@@ -2,19 +2,19 @@
 
 Both are made on the device from the values at the start of the batch, which are held. Not for the
 critic or its loss (critics/). Invariant: where a trajectory was cut off it goes on with the value of
-the state after its last token; where it ended that value is 0.
+the state after its last token; where it ended that value is 0. The rewards of steps and turns fall
+due where these end, what they leave of a trajectory's reward at its end.
 """
 
 from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from rlax_stack.objectives import ratios, segments, traces
 from rlax_stack.objectives.boxes import Box, Range
 from rlax_stack.objectives.inputs import LossInputs
-from rlax_stack.objectives.reward_batch import RewardBatch
+from rlax_stack.objectives.reward_batch import RewardBatch, TokenValues
 
 _Fraction = Annotated[float, Range(0.0, 1.0)]
 _Positive = Annotated[float, Range(0.0)]
@@ -22,7 +22,7 @@ _Eps = Annotated[float, Range(1e-12)]
 _Ddof = Annotated[int, Range(0, 1)]
 
 
-def gae(batch: RewardBatch) -> np.ndarray:
+def gae(batch: RewardBatch) -> TokenValues:
   """Generalised advantage estimation over trained tokens, with a λ of its own for the targets.
 
   Âₜ = Σₖ (γλ)ᵏ δₜ₊ₖ,  δₜ = rₜ + γ V(s_{t⁺}) − V(sₜ),  V̂ₜ = V(sₜ) + Σₖ (γλ_V)ᵏ δₜ₊ₖ
@@ -43,9 +43,9 @@ def gae(batch: RewardBatch) -> np.ndarray:
     ddof: 1 for the sample's variance, 0 for the population's.
     eps: ε, added to the variance.
 
-  Returns: float64 [B], 0; the advantages are made on the device.
+  Returns: the reward due at each trained token, of which the device makes advantages.
   """
-  return np.zeros(batch.reward.shape)
+  return batch.token_reward_t
 
 
 def gae_advantages(
@@ -69,7 +69,7 @@ def gae_targets(
   return inputs.value_t + _gae(inputs, gamma, value_lam)
 
 
-def length_adaptive_gae(batch: RewardBatch) -> np.ndarray:
+def length_adaptive_gae(batch: RewardBatch) -> TokenValues:
   """`gae` whose λ grows with the length of the answer, and targets that are returns (VAPO).
 
   λᵢ = max(1 − 1/(α nᵢ), 0),  Âₜ = Σₖ (γλᵢ)ᵏ δₜ₊ₖ,  V̂ₜ = V(sₜ) + Σₖ γᵏ δₜ₊ₖ
@@ -86,9 +86,9 @@ def length_adaptive_gae(batch: RewardBatch) -> np.ndarray:
     ddof: see `gae`.
     eps: see `gae`.
 
-  Returns: float64 [B], 0; the advantages are made on the device.
+  Returns: the reward due at each trained token, of which the device makes advantages.
   """
-  return np.zeros(batch.reward.shape)
+  return batch.token_reward_t
 
 
 def length_adaptive_advantages(
@@ -112,7 +112,7 @@ def return_targets(inputs: LossInputs, *, gamma: _Fraction = 1.0) -> jax.Array:
   return inputs.value_t + _gae(inputs, gamma, 1.0)
 
 
-def vtrace(batch: RewardBatch) -> np.ndarray:
+def vtrace(batch: RewardBatch) -> TokenValues:
   """V-trace: targets of the proximal policy from samples of another, with bounded traces (IMPALA).
 
   v̂ₜ = V(sₜ) + Σₖ γᵏ (Πⱼ₌ₜ..ₜ₊ₖ₋₁ cⱼ) ρₜ₊ₖ δₜ₊ₖ,  Âₜ = rₜ + γ (λ v̂_{t⁺} + (1−λ) V(s_{t⁺})) − V(sₜ)
@@ -134,9 +134,9 @@ def vtrace(batch: RewardBatch) -> np.ndarray:
     ddof: see `gae`.
     eps: see `gae`.
 
-  Returns: float64 [B], 0; the advantages are made on the device.
+  Returns: the reward due at each trained token, of which the device makes advantages.
   """
-  return np.zeros(batch.reward.shape)
+  return batch.token_reward_t
 
 
 def vtrace_advantages(

@@ -1,5 +1,7 @@
 """Critic estimators against loops in numpy float64, the golden table, and what they must be equal to."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,8 +9,10 @@ import pytest
 from rlax_stack.objectives import segments, traces
 from rlax_stack.objectives.advantages import critic as estimators
 from rlax_stack.objectives.boxes import bind
+from rlax_stack.objectives.host import advantages_of
 from rlax_stack.objectives.loss import prepare
 from rlax_stack.objectives.objective import TABLES, resolve
+from rlax_stack.objectives.process_rewards import NO_STEPS, Steps
 
 _NAN = float('nan')
 
@@ -28,7 +32,19 @@ _GOLDEN = np.array(
 )
 
 
-def _loop(value, after, reward, gamma, lam, rho=None, trace=None):
+@pytest.fixture
+def make_inputs(make_inputs):
+  """As the fixture it takes the place of, with a reward due at every token: rewards of steps."""
+
+  def make(seed=0, masked=0.0, **options):
+    inputs = make_inputs(seed=seed, masked=masked, **options)
+    due = np.random.default_rng((seed, 2)).standard_normal(inputs.mask_t.shape)
+    return inputs._replace(adv_t=jnp.where(inputs.mask_t, due.astype(np.float32), masked))
+
+  return make
+
+
+def _loop(value, after, rewards, gamma, lam, rho=None, trace=None):
   """Advantage and target of one trajectory, float64, written as the definition: no recursion.
 
   `rho` and `trace` are the bounded weights of V-trace; ones give GAE.
@@ -37,7 +53,6 @@ def _loop(value, after, reward, gamma, lam, rho=None, trace=None):
   rho = np.ones(n) if rho is None else rho
   trace = np.ones(n) if trace is None else trace
   following = np.append(value[1:], after)
-  rewards = np.append(np.zeros(n - 1), reward)
   error = rho * (rewards + gamma * following - value)
   target = np.array(
     [
@@ -55,12 +70,12 @@ def _trajectories(inputs):
   mask, ids = np.asarray(inputs.mask_t), np.asarray(inputs.trajectory_t)
   for index in np.unique(ids[mask]):
     where = mask & (ids == index)
-    fields = ('value_t', 'next_value_t', 'reward_t', 'proximal_log_probs_t')
+    fields = ('value_t', 'next_value_t', 'adv_t', 'proximal_log_probs_t')
     value, after, reward, proximal = (
       np.asarray(getattr(inputs, name), np.float64)[where] for name in fields
     )
     weight = np.exp(proximal - np.asarray(inputs.behaviour_log_probs_t, np.float64)[where])
-    yield where, value, after[-1], reward[-1], weight
+    yield where, value, after[-1], reward, weight
 
 
 def _found(text, inputs, critic='separate'):
@@ -80,6 +95,14 @@ def _assert_is_loop(text, inputs, loop):
     np.testing.assert_allclose(target[where], want_target, rtol=2e-5, atol=2e-6)
 
 
+def _due_at_the_end():
+  """The golden table's rewards, each at the last trained token of its trajectory."""
+  due = np.zeros((4, 4))
+  for row in range(4):
+    due[row, np.flatnonzero(_MASK[row])[-1]] = _REWARD[row]
+  return due
+
+
 def test_gae_is_that_of_the_golden_table(make_inputs):
   following = np.zeros((4, 4))
   for row in range(4):
@@ -94,7 +117,7 @@ def test_gae_is_that_of_the_golden_table(make_inputs):
     'mask_t': packed(_MASK, bool),
     'value_t': packed(_VALUE),
     'next_value_t': packed(following),
-    'reward_t': packed(_REWARD[:, None]),
+    'adv_t': packed(_due_at_the_end()),
     'trajectory_t': packed(np.arange(4)[:, None], jnp.int32),
     'group_t': packed(np.arange(4)[:, None] // 2, jnp.int32),
   }
@@ -149,15 +172,17 @@ def test_undiscounted_gae_is_return_minus_value(make_inputs):
   inputs = make_inputs(seed=7)
   adv, target = _found('gae(gamma=1.0, lam=1.0)', inputs)
   for where, value, after, reward, _ in _trajectories(inputs):
-    np.testing.assert_allclose(adv[where], reward + after - value, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(target[where], reward + after, rtol=1e-5, atol=1e-6)
+    to_go = np.cumsum(reward[::-1])[::-1] + after
+    np.testing.assert_allclose(adv[where], to_go - value, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(target[where], to_go, rtol=1e-5, atol=1e-6)
 
 
 def test_one_step_gae_is_the_temporal_difference(make_inputs):
   inputs = make_inputs(seed=8)
   adv, target = _found('gae(gamma=0.9, lam=0.0, value_lam=0.0)', inputs)
-  rewards = np.where(segments.run_end(inputs.mask_t, inputs.trajectory_t), inputs.reward_t, 0.0)
-  want = rewards + 0.9 * np.asarray(inputs.next_value_t) - np.asarray(inputs.value_t)
+  want = (
+    np.asarray(inputs.adv_t) + 0.9 * np.asarray(inputs.next_value_t) - np.asarray(inputs.value_t)
+  )
   np.testing.assert_allclose(adv, np.where(inputs.mask_t, want, 0.0), rtol=1e-5, atol=1e-6)
   np.testing.assert_array_equal(traces.td_errors(inputs, 0.9), want.astype(np.float32))
   np.testing.assert_allclose(target, adv + np.asarray(inputs.value_t), rtol=1e-5, atol=1e-6)
@@ -188,6 +213,7 @@ def test_a_trajectory_does_not_see_its_neighbours(make_inputs):
         **{
           name: jnp.asarray(np.asarray(value)[m, r][columns][None, None])
           for name, value in inputs._asdict().items()
+          if name != 'vocabulary'
         }
       )
       one_adv, one_target = _found(text, alone)
@@ -235,11 +261,17 @@ def test_sums_to_go_skip_holes_and_stop_at_the_end():
   np.testing.assert_array_equal(ends, [[False, False, True, False, False, True, False]])
 
 
-def test_the_reward_is_at_the_last_trained_token(make_inputs):
-  inputs = make_inputs(seed=13)
-  rewards = np.asarray(traces.token_rewards(inputs))
-  for where, _, _, reward, _ in _trajectories(inputs):
-    assert rewards[where][-1] == np.float32(reward) and (rewards[where][:-1] == 0).all()
+@pytest.mark.parametrize('name', ['gae', 'length_adaptive_gae', 'vtrace'])
+def test_rewards_of_steps_fall_due_where_the_steps_end(name, make_reward_batch):
+  """What the host hands on is the reward due at each token; without steps all of it at the end."""
+  batch = make_reward_batch([1.0, 0.5], [0, 1], [3, 4])
+  plain = advantages_of(resolve(advantage=name, critic='separate'), batch)
+  np.testing.assert_array_equal(plain.adv_t[0], np.float32([0, 0, 1.0]))
+  steps = (Steps(np.array([0, 2]), np.array([0.75, 0.25])), NO_STEPS)
+  batch = dataclasses.replace(batch, steps=steps)
+  found = advantages_of(resolve(advantage=name, critic='separate'), batch)
+  np.testing.assert_array_equal(found.adv_t[0], np.float32([0.75, 0, 0.25]))
+  np.testing.assert_array_equal(found.adv_t[1], np.float32([0, 0, 0, 0.5]))
 
 
 def test_hooks_are_reached_through_their_boxes(make_inputs):

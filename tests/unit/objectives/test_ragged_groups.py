@@ -15,10 +15,15 @@ from rlax_stack.objectives.host import advantages_of
 from rlax_stack.objectives.objective import TABLES, resolve
 
 _BOXES = [(slot, name) for slot in ('shaping', 'advantage') for name in TABLES[slot]]
-_OBJECTIVES = {
-  (slot, name): resolve(**{slot: (name,) if slot == 'shaping' else name}, max_tokens=8)
-  for slot, name in _BOXES
-}
+
+
+def _objective(slot, name):
+  critic = 'separate' if 'critic' in TABLES[slot][name].tags else 'none'
+  boxes = {slot: (name,) if slot == 'shaping' else name}
+  return resolve(**boxes, critic=critic, max_tokens=8)
+
+
+_OBJECTIVES = {(slot, name): _objective(slot, name) for slot, name in _BOXES}
 # Their baseline is one of places, so it depends on lengths where rewards are equal.
 _BY_PLACE = ('step_leave_one_out',)
 _SIZES = st.lists(st.integers(2, 6), min_size=1, max_size=4)

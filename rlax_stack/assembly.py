@@ -21,6 +21,8 @@ from rlax_stack.learner.row_plan import plan_rows
 from rlax_stack.learner.scoring import ForwardSettings
 from rlax_stack.models.load import LoadedModel, load_model
 from rlax_stack.objective_rules import resolve_objective
+from rlax_stack.pallas_kernels import dispatch
+from rlax_stack.pallas_kernels.self_test import check_kernels
 from rlax_stack.rewards.chain import RewardChain
 from rlax_stack.rollout.engine import Engine
 from rlax_stack.rollout.engine_state import EngineConfig
@@ -79,8 +81,10 @@ def load_checked_model(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]
   Raises:
     ModelFileError: see `load_model`.
     PromptTooLongError: the first prompt longer than config.rollout.max_prompt_tokens.
-    ConfigError: prompt and sample together exceed the model's context.
+    ConfigError: prompt and sample together exceed the model's context, or kernels that are absent here.
+    KernelError: kernels whose results on this device are wrong.
   """
+  _check_kernels(config.model.kernels)
   model = load_model(config.model.path)
   limit, sampled = config.rollout.max_prompt_tokens, config.rollout.max_tokens
   if limit + sampled > model.config.max_context:
@@ -97,6 +101,16 @@ def load_checked_model(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]
           f'config.rollout.max_prompt_tokens={limit}. Raise it, or drop that prompt.'
         )
   return model
+
+
+def _check_kernels(kernels: str) -> None:
+  platform = dispatch.target_device(None).platform
+  if kernels == 'pallas' and platform != 'tpu':
+    raise ConfigError(
+      f'config.model.kernels=pallas needs a TPU, and this is {platform}. Set it to auto or xla.'
+    )
+  if kernels != 'xla':
+    check_kernels()
 
 
 def free_keys(config: RunConfig) -> tuple[str, ...]:
@@ -130,6 +144,7 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
       compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
       remat=section.remat,
       temperature=config.rollout.temperature,
+      kernels=config.model.kernels,
     ),
     objective=objective,
     optimizer=_optimizer_settings(section, config.steps, critic.pretrain_updates if critic else 0),
@@ -196,6 +211,7 @@ def make_scheduler(config: RunConfig, model: LoadedModel) -> Scheduler:
     max_new_tokens=rollout.max_tokens,
     chunk_steps=rollout.decode_chunk,
     compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
+    kernels=config.model.kernels,
   )
   return Scheduler(
     Engine(model.config, sizes), run_seed=config.seed, decode_text=model.tokenizer.decode

@@ -24,6 +24,7 @@ class ModelSection:
 
   path: str
   compute_dtype: str
+  kernels: str
 
 
 @_frozen

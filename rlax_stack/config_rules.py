@@ -9,6 +9,7 @@ from rlax_stack.objective_rules import objective_problems
 
 _CHOICES = {
   'model.compute_dtype': ('auto', 'float32', 'bfloat16'),
+  'model.kernels': ('auto', 'pallas', 'xla'),
   'data.train.kind': ('jsonl', 'gsm8k', 'reasoning_gym'),
   'data.eval.kind': ('jsonl', 'gsm8k', 'reasoning_gym'),
   'data.train.split': ('train', 'test'),

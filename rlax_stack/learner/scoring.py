@@ -32,12 +32,13 @@ class ForwardSettings:
   compute_dtype: of activations and of the weights in matmuls (softmax and log-probs are float32
     always).
   remat: 'none', 'layer' or 'dots', see `decoder.hidden_states`. temperature: logits are divided by
-  it, as they were when the tokens were sampled.
+  it, as they were when the tokens were sampled. kernels: form of the kernels, 'auto', 'pallas' or 'xla'.
   """
 
   compute_dtype: Any = jnp.float32
   remat: str = 'none'
   temperature: float = 1.0
+  kernels: str = 'auto'
 
 
 class TargetScores(NamedTuple):
@@ -87,6 +88,7 @@ def row_states(
       config.num_heads, config.num_kv_heads, config.head_dim, settings.compute_dtype
     ),
     window=config.sliding_window,
+    implementation=settings.kernels,
     mesh=mesh,
   )
   return decoder.hidden_states(
@@ -119,6 +121,7 @@ def head_log_probs(
     rows.target_t.reshape(-1),
     mask=rows.mask_t.reshape(-1),
     temperature=settings.temperature,
+    implementation=settings.kernels,
     mesh=mesh,
   )
   log_prob, entropy = (x.reshape(rows.target_t.shape) for x in (scored.log_prob, scored.entropy))

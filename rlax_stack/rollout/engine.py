@@ -72,6 +72,7 @@ def _logits(
     suffix_blocks=engine.suffix_blocks,
     suffix_block=engine.suffix_block,
     window=config.sliding_window,
+    implementation=engine.kernels,
   )
   # The barrier keeps sine and cosine from being computed again in every layer.
   sin, cos = jax.lax.optimization_barrier(serving.column_rotation(config, rows.position))

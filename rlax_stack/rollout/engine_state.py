@@ -31,6 +31,7 @@ class EngineConfig:
   rows_per_block: rows of a group that share one read of a page. suffix_block: tokens of a suffix block; 0 chooses.
   prefill_tokens: prompts are prefilled together up to about this many tokens. max_stop_ids: stop tokens per request.
   compute_dtype: of weights, activations and KV; softmax and log-probs are float32 always.
+  kernels: form of the kernels, 'auto', 'pallas' or 'xla'.
   """
 
   slots: int = 64
@@ -44,12 +45,13 @@ class EngineConfig:
   prefill_tokens: int = 256
   max_stop_ids: int = 8
   compute_dtype: Any = jnp.float32
+  kernels: str = 'auto'
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       least = 0 if field.name in ('page_size', 'prefix_pages', 'suffix_block') else 1
-      if field.name != 'compute_dtype' and value < least:
+      if field.name not in ('compute_dtype', 'kernels') and value < least:
         raise ConfigError(f'EngineConfig.{field.name} must be at least {least}, got {value}.')
     page = self.page_size or min(256, max(16, _power_of_two(self.max_prompt_tokens)))
     # Many rows: small blocks, because what a block reads beyond a row's own tokens is wasted bandwidth.

@@ -211,6 +211,9 @@ def test_mistakes_in_prompts_and_context(config):
   rollout = dataclasses.replace(config.rollout, max_tokens=100)
   with pytest.raises(ConfigError, match='= 108 exceeds the context'):
     assembly.load_checked_model(dataclasses.replace(config, rollout=rollout), {})
+  section = dataclasses.replace(config.model, kernels='pallas')
+  with pytest.raises(ConfigError, match='kernels=pallas needs a TPU, and this is cpu'):
+    assembly.load_checked_model(dataclasses.replace(config, model=section), {})
 
 
 def _with_box(config, advantage, **rollout):

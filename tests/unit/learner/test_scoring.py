@@ -134,3 +134,9 @@ def test_one_train_step_is_shared_by_equal_arguments(tiny):
 def test_step_metrics_join_device_and_host():
   metrics = StepMetrics({'loss': jnp.float32(0.5)}, {'tokens': 3.0})
   assert metrics.result() == {'loss': 0.5, 'tokens': 3.0}
+
+
+def test_kernels_that_are_absent_are_refused(packed, tiny, tiny_params):
+  settings = ForwardSettings(kernels='pallas')
+  with pytest.raises(ValueError, match="'pallas' of tree attention is absent: it is for TPU"):
+    target_log_probs(tiny_params, tiny, packed[1], settings)

@@ -1,7 +1,10 @@
 """The engine's own calls: one prefix for many rows, early exit, release, and no compilation after the warm-up."""
 
+import dataclasses
+
 import jax
 import numpy as np
+import pytest
 
 from rlax_stack import rng
 from rlax_stack.compile_counter import CompileCounter
@@ -125,3 +128,10 @@ def test_nothing_compiles_after_warm_up(tiny):
     scheduler.cancel(50)
     scheduler.generate_all(requests[:3])
     assert counter.count.names == ()
+
+
+def test_kernels_that_are_absent_are_refused(tiny):
+  _, params, state, _, work = _started(tiny, [3, 0, 0, 0, 0, 0, 0, 0])
+  engine = Engine(tiny.MODEL, dataclasses.replace(tiny.SIZES, kernels='pallas'))
+  with pytest.raises(ValueError, match="'pallas' of shared-prefix decode is absent: it is for TPU"):
+    engine.generate(params, state, work, version=0, steps=1)

@@ -172,7 +172,12 @@ def test_ledger_and_account_close(config, loop_run):
 
 
 @pytest.mark.slow
-def test_engine_log_probs_equal_the_learners(config, model):
+@pytest.mark.parametrize(
+  ('dtype', 'most', 'mean'), [('float32', 1e-4, 1e-5), ('bfloat16', 0.1, 5e-3)]
+)
+def test_engine_log_probs_equal_the_learners(dtype, most, mean, config, model):
+  section = dataclasses.replace(config.model, compute_dtype=dtype)
+  config = dataclasses.replace(config, model=section)
   learner = assembly.make_learner(config, model)
   scheduler = assembly.make_scheduler(config, model)
   scheduler.swap_params(learner.snapshot(), 0)
@@ -182,12 +187,14 @@ def test_engine_log_probs_equal_the_learners(config, model):
     groups = [
       draw(scheduler, chain, model, prompts.iterator.next(), i, 4, sampling) for i in range(3)
     ]
-  for group, scores in zip(groups, learner.score(groups), strict=True):
-    for trajectory, score in zip(group.trajectories, scores, strict=True):
-      sampled = trajectory.mask_t
-      np.testing.assert_allclose(
-        trajectory.behaviour_log_probs_t[sampled], score[sampled], atol=1e-4
-      )
+  gaps = [
+    np.abs(trajectory.behaviour_log_probs_t - score)[trajectory.mask_t]
+    for group, scores in zip(groups, learner.score(groups), strict=True)
+    for trajectory, score in zip(group.trajectories, scores, strict=True)
+  ]
+  gaps = np.concatenate(gaps)
+  assert gaps.max() <= most
+  assert gaps.mean() <= mean
 
 
 @pytest.mark.slow

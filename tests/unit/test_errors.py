@@ -16,6 +16,7 @@ FAILURES = (
   errors.StaleLeaseError,
   errors.NonFiniteError,
   errors.FleetError,
+  errors.KernelError,
 )
 
 

@@ -17,8 +17,10 @@ _QUICK = ('ppo_clip', 'prompt_mean', 'flat_entropy', 'second_moment_mask', 'kl_c
 
 
 def _has_device_part(slot, box):
-  """Advantages of the host alone are numbers like any others here."""
-  return slot != 'shaping' and (slot != 'advantage' or box.token_advantages is not None)
+  """Advantages of the host alone are numbers like any others here; critics have tests of their own."""
+  return slot not in ('shaping', 'critic') and (
+    slot != 'advantage' or box.token_advantages is not None
+  )
 
 
 BOXES = [
@@ -31,23 +33,34 @@ _WIDTH = 8
 
 
 def _evaluate(whole_loss, objective, inputs):
-  """Loss, gradient and metrics of a whole batch."""
+  """Loss, metrics, and the gradient by log-probs, entropies and terms of whole distributions."""
+  terms, tree = jax.tree.flatten(inputs.vocabulary)
+  places = [i for i, x in enumerate(terms) if jnp.issubdtype(x.dtype, jnp.floating)]
 
-  def loss(log_probs, entropy):
-    parts = whole_loss(objective, inputs._replace(log_probs_t=log_probs, entropy_t=entropy))
+  def loss(log_probs, entropy, *moved):
+    values = list(terms)
+    for place, value in zip(places, moved, strict=True):
+      values[place] = value
+    vocabulary = jax.tree.unflatten(tree, values)
+    changed = inputs._replace(log_probs_t=log_probs, entropy_t=entropy, vocabulary=vocabulary)
+    parts = whole_loss(objective, changed)
     return parts.loss, parts
 
-  at = (inputs.log_probs_t, inputs.entropy_t)
-  (value, parts), gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)(*at)
+  at = (inputs.log_probs_t, inputs.entropy_t, *(terms[i] for i in places))
+  order = tuple(range(len(at)))
+  (value, parts), gradient = jax.value_and_grad(loss, order, has_aux=True)(*at)
   return value, gradient, metrics.finished(parts)
 
 
 @pytest.mark.parametrize(('slot', 'name'), BOXES)
-def test_rows_over_eight_devices_are_rows_on_one(slot, name, whole_loss, make_inputs):
-  objective = resolve(
-    **({'corrections': (), 'max_tokens': 8} | {slot: (name,) if slot in _LISTS else name})
-  )
-  inputs = make_inputs(seed=4, rows=_WIDTH)
+def test_rows_over_eight_devices_are_rows_on_one(
+  slot, name, whole_loss, make_inputs, with_vocabulary
+):
+  boxes = {'corrections': (), 'max_tokens': 8} | {slot: (name,) if slot in _LISTS else name}
+  if 'critic' in TABLES[slot][name].tags:
+    boxes['critic'] = 'separate'
+  objective = resolve(**boxes)
+  inputs = with_vocabulary(objective, make_inputs(seed=4, rows=_WIDTH))
   # Groups of four whose trajectories lie on different devices.
   group = jnp.where(inputs.mask_t, inputs.trajectory_t % 8, -1)
   inputs = inputs._replace(group_t=group)
@@ -63,6 +76,6 @@ def test_rows_over_eight_devices_are_rows_on_one(slot, name, whole_loss, make_in
   np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-7)
   for one, other in zip(got[1], want[1], strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
-  assert np.abs(want[1][0]).max() > 0
+  assert max(np.abs(gradient).max() for gradient in want[1]) > 0
   for key, value in want[2].items():
     np.testing.assert_allclose(got[2][key], value, rtol=1e-4, atol=1e-5, err_msg=key)

@@ -224,7 +224,7 @@ def test_positive_nll_is_the_mean_over_tokens_of_right_answers(masked, whole_los
   right = mask & (np.asarray(inputs.reward_t) >= 0.4)
   assert 0 < right.sum() < mask.sum()
   counted = positive.positive_tokens(clean(inputs), correct_at=0.4)
-  assert counted.scalars['tokens'] == right.sum()
+  assert float(counted.scalars['tokens']) == right.sum()
   log_probs = np.asarray(inputs.log_probs_t, np.float64)
   want = -0.3 * log_probs[right].sum() / right.sum()
   got = total(inputs.log_probs_t) - total(inputs.log_probs_t, plain)

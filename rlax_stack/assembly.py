@@ -104,10 +104,10 @@ def load_checked_model(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]
 
 
 def _check_kernels(kernels: str) -> None:
-  platform = dispatch.target_device(None).platform
-  if kernels == 'pallas' and platform != 'tpu':
+  device = dispatch.target_device(None)
+  if kernels == 'pallas' and dispatch.no_pallas(device):
     raise ConfigError(
-      f'config.model.kernels=pallas needs a TPU, and this is {platform}. Set it to auto or xla.'
+      f'config.model.kernels=pallas needs a TPU, and this is {device.platform}. Set it to auto or xla.'
     )
   if kernels != 'xla':
     check_kernels()

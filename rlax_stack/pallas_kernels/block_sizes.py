@@ -7,6 +7,7 @@ core, by an estimate that counts every buffer twice where the pipeline does.
 from typing import NamedTuple
 
 from rlax_stack.errors import ConfigError
+from rlax_stack.pallas_kernels.tpu_blocks import LANES
 
 _MIB = 1 << 20
 
@@ -22,7 +23,6 @@ VMEM_BYTES = {
   'TPU7x': 64 * _MIB,
 }
 
-_LANES = 128  # no block has fewer tokens: lanes of a vector register
 _QUERY_ROWS = (
   1024  # rows of a query block, query heads times tokens, that keep the matrix unit busy
 )
@@ -67,13 +67,13 @@ def tree_blocks(
     ConfigError: an unknown device, or heads of which not even the smallest blocks fit.
   """
   vmem = vmem_bytes(device_kind)
-  longest = max(_LANES, min(_MAX_BLOCK, 1 << (tokens - 1).bit_length()))
+  longest = max(LANES, min(_MAX_BLOCK, 1 << (tokens - 1).bit_length()))
   q = kv = longest
-  while q > _LANES and group * q > _QUERY_ROWS:
+  while q > LANES and group * q > _QUERY_ROWS:
     q //= 2
-  while kv > _LANES and tree_vmem(q, kv, group, head_dim, itemsize) > vmem // 2:
+  while kv > LANES and tree_vmem(q, kv, group, head_dim, itemsize) > vmem // 2:
     kv //= 2
-  while q > _LANES and tree_vmem(q, kv, group, head_dim, itemsize) > vmem // 2:
+  while q > LANES and tree_vmem(q, kv, group, head_dim, itemsize) > vmem // 2:
     q //= 2
   needed = tree_vmem(q, kv, group, head_dim, itemsize)
   if needed > vmem // 2:
@@ -86,7 +86,7 @@ def tree_blocks(
 
 def tree_vmem(q: int, kv: int, group: int, head_dim: int, itemsize: int) -> int:
   """Bytes that the hungriest of the kernels, dk with dv, holds at once."""
-  rows, width = group * q, max(head_dim, _LANES)
+  rows, width = group * q, max(head_dim, LANES)
   blocks = 2 * itemsize * width * (2 * rows + 4 * kv)  # q, do; k, v, dk, dv: two of each
   sums = 4 * width * 2 * kv
   tiles = 4 * 5 * rows * kv  # scores, weights, their gradients, the mask

@@ -121,9 +121,9 @@ def fused_log_prob(
 
 
 def _tpu_spec(implementation: str, mesh: Mesh | None) -> fused_log_prob_tpu.TpuSpec | None:
-  platform = dispatch.target_device(mesh).platform
-  absent = None if platform == 'tpu' else f'it is for TPU, and this is {platform}'
-  if dispatch.choose('fused log-prob', implementation, absent=absent) == 'pallas':
+  absent, forms = dispatch.no_pallas(dispatch.target_device(mesh)), dispatch.WITHOUT_REFERENCE
+  chosen = dispatch.choose('fused log-prob', implementation, absent=absent, forms=forms)
+  if chosen == 'pallas':
     return fused_log_prob_tpu.TpuSpec()
   return None
 

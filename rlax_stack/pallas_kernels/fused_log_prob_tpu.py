@@ -19,9 +19,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from rlax_stack.pallas_kernels.tpu_blocks import LANES, column, dot
 from rlax_stack.sharding import DEFAULT_RULES
 
-_LANES = 128
 _ABSENT = -1e30  # logit of an entry past the vocabulary
 
 
@@ -90,8 +90,8 @@ def _joined(state):
 
 def _state(spec, hidden, targets, temperature, head, first, *, vocab, soft_cap):
   count, width = hidden.shape
-  rows = min(spec.rows, -(-count // _LANES) * _LANES)
-  blocks, entries = -(-count // rows), min(spec.entries, -(-vocab // _LANES) * _LANES)
+  rows = min(spec.rows, -(-count // LANES) * LANES)
+  blocks, entries = -(-count // rows), min(spec.entries, -(-vocab // LANES) * LANES)
   depth = _divisor(width, spec.width)
   pad = blocks * rows - count
   hidden = jnp.pad(hidden, ((0, pad), (0, 0)))
@@ -99,7 +99,7 @@ def _state(spec, hidden, targets, temperature, head, first, *, vocab, soft_cap):
   inverse = jnp.pad(1.0 / temperature, (0, pad), constant_values=1.0).reshape(blocks, 1, rows)
   of_rows = pl.BlockSpec((1, 1, rows), lambda i, j, k: (i, 0, 0))
   out = jax.ShapeDtypeStruct((blocks, 1, rows), jnp.float32)
-  column = pltpu.VMEM((rows, _LANES), jnp.float32)
+  column = pltpu.VMEM((rows, LANES), jnp.float32)
   state = pl.pallas_call(
     functools.partial(_kernel, vocab=vocab, soft_cap=soft_cap),
     out_shape=(out,) * 4,
@@ -129,7 +129,7 @@ def _state(spec, hidden, targets, temperature, head, first, *, vocab, soft_cap):
 
 def _divisor(width: int, most: int) -> int:
   """The largest multiple of the lanes that divides the width and is not above `most`; else the width."""
-  fitting = [d for d in range(_LANES, min(width, most) + 1, _LANES) if width % d == 0]
+  fitting = [d for d in range(LANES, min(width, most) + 1, LANES) if width % d == 0]
   return fitting[-1] if fitting else width
 
 
@@ -145,17 +145,10 @@ def _kernel(hidden_ref, head_ref, target_ref, inverse_ref, *refs, vocab, soft_ca
     for ref in (total_ref, spread_ref, chosen_ref):
       ref[...] = jnp.zeros_like(ref)
     # Targets as numbers that float32 holds exactly: no vocabulary has 2 ** 24 entries.
-    target_column[...] = _column(target_ref[0].astype(jnp.float32))
-    inverse_column[...] = _column(inverse_ref[0])
+    target_column[...] = column(target_ref[0].astype(jnp.float32))
+    inverse_column[...] = column(inverse_ref[0])
 
-  precision = lax.Precision.HIGHEST if hidden_ref.dtype == jnp.float32 else None
-  product = lax.dot_general(
-    hidden_ref[...],
-    head_ref[...],
-    (((1,), (1,)), ((), ())),
-    precision=precision,
-    preferred_element_type=jnp.float32,
-  )
+  product = dot(hidden_ref[...], head_ref[...], 1)
 
   @pl.when(k == 0)
   def _():
@@ -190,8 +183,3 @@ def _kernel(hidden_ref, head_ref, target_ref, inverse_ref, *refs, vocab, soft_ca
   def _():
     for out, ref in zip(outs, state, strict=True):
       out[0] = ref[...].T[:1]
-
-
-def _column(row):
-  """[1, n] -> [n, 128] with every lane the same."""
-  return jnp.broadcast_to(row, (_LANES, row.shape[1])).T

@@ -48,7 +48,7 @@ def check_kernels(*, interpret: Any = None) -> tuple[str, ...]:
   Raises:
     KernelError: a kernel whose results are not finite or differ from those of its XLA form.
   """
-  if interpret is None and dispatch.target_device(None).platform != 'tpu':
+  if interpret is None and dispatch.no_pallas(dispatch.target_device(None)):
     return ()
   kernels = {
     'tree attention': _tree_attention,
@@ -82,7 +82,7 @@ def _tree_attention(interpret: Any) -> _Deviation:
   options = {'scale': 0.1, 'window': 150, 'soft_cap': 5.0}
 
   def run(spec, block, module):
-    kernel = tree_rows.Kernel(spec, block, block, 150, module.make_tables, module.attend)
+    kernel = tree_rows.Kernel(spec, block, block, module.make_tables, module.attend)
 
     def attend(q, k, v):
       layout = tree_rows.lay_out(kernel, jnp.asarray(positions), jnp.asarray(ends))

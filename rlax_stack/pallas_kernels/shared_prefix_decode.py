@@ -75,9 +75,8 @@ def plan_decode(
   Raises:
     ValueError: an implementation that does not exist or is absent here.
   """
-  platform = dispatch.target_device(mesh).platform
-  absent = None if platform == 'tpu' else f'it is for TPU, and this is {platform}'
-  chosen = dispatch.choose('shared-prefix decode', implementation, absent=absent)
+  absent, forms = dispatch.no_pallas(dispatch.target_device(mesh)), dispatch.WITHOUT_REFERENCE
+  chosen = dispatch.choose('shared-prefix decode', implementation, absent=absent, forms=forms)
   items = None
   if chosen == 'pallas':
     items = decode_items(

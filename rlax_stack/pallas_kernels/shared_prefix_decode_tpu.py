@@ -17,10 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rlax_stack.pallas_kernels.decode_work import PREFIX, DecodeItems, WorkList
-
-_LANES = 128
-_HIDDEN = -1e30  # score of a hidden token
-_LOWEST = -1e29  # first running maximum: above _HIDDEN, so what is wholly hidden adds nothing
+from rlax_stack.pallas_kernels.tpu_blocks import HIDDEN, LANES, LOWEST, dot
 
 
 def softmax_state(
@@ -67,9 +64,9 @@ def softmax_state(
   if oldest is not None:
     seen_from = jnp.repeat(oldest[work.block_rows], ratio, axis=1)
     seen_from = jnp.pad(seen_from, ((0, 0), (0, columns - places * ratio)))
-    inputs.append(jnp.broadcast_to(seen_from[..., None], (*seen_from.shape, _LANES)))
-    in_specs.append(pl.BlockSpec((1, columns, _LANES), lambda i, *_: (_of_block(i, *_)[0], 0, 0)))
-  state = jax.ShapeDtypeStruct((blocks, num_kv, columns, _LANES), jnp.float32)
+    inputs.append(jnp.broadcast_to(seen_from[..., None], (*seen_from.shape, LANES)))
+    in_specs.append(pl.BlockSpec((1, columns, LANES), lambda i, *_: (_of_block(i, *_)[0], 0, 0)))
+  state = jax.ShapeDtypeStruct((blocks, num_kv, columns, LANES), jnp.float32)
   values = jax.ShapeDtypeStruct((blocks, num_kv, columns, head_dim), jnp.float32)
   kernel = functools.partial(
     _kernel,
@@ -88,8 +85,8 @@ def softmax_state(
       grid=(items.count,),
       in_specs=in_specs,
       out_specs=[
-        pl.BlockSpec((1, num_kv, columns, _LANES), _of_block),
-        pl.BlockSpec((1, num_kv, columns, _LANES), _of_block),
+        pl.BlockSpec((1, num_kv, columns, LANES), _of_block),
+        pl.BlockSpec((1, num_kv, columns, LANES), _of_block),
         pl.BlockSpec((1, num_kv, columns, head_dim), _of_block),
       ],
     ),
@@ -160,7 +157,7 @@ def _kernel(*refs, soft_cap, ratio, scaled, windowed):
 
   @pl.when((i == 0) | (block[jnp.maximum(i - 1, 0)] != here))
   def _():
-    top_ref[...] = jnp.full_like(top_ref, _LOWEST)
+    top_ref[...] = jnp.full_like(top_ref, LOWEST)
     total_ref[...] = jnp.zeros_like(total_ref)
     values_ref[...] = jnp.zeros_like(values_ref)
 
@@ -176,12 +173,12 @@ def _kernel(*refs, soft_cap, ratio, scaled, windowed):
     there = lax.broadcasted_iota(jnp.int32, (tokens, v_ref.shape[4]), 0) < length[i]
     for head in range(q_ref.shape[1]):
       q = q_ref[0, head]
-      scores = _dot(q, k_ref[0, 0, head].astype(q.dtype), 1)
+      scores = dot(q, k_ref[0, 0, head].astype(q.dtype), 1)
       if k_scale_ref is not None:
         scores = scores * k_scale_ref[0, 0, head]
       if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-      scores = jnp.where(seen, scores, _HIDDEN)
+      scores = jnp.where(seen, scores, HIDDEN)
       top = top_ref[0, head]
       new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
       weights = jnp.exp(scores - new_top[:, :1])
@@ -190,9 +187,7 @@ def _kernel(*refs, soft_cap, ratio, scaled, windowed):
       if v_scale_ref is not None:
         weights = weights * jnp.where(seen, v_scale_ref[0, 0, head], 0)
       v = jnp.where(there, v_ref[0, 0, head].astype(q.dtype), 0)
-      values_ref[0, head] = shrink[:, :1] * values_ref[0, head] + _dot(
-        weights.astype(q.dtype), v, 0
-      )
+      values_ref[0, head] = shrink[:, :1] * values_ref[0, head] + dot(weights.astype(q.dtype), v, 0)
       top_ref[0, head] = new_top
 
   @pl.when((i < count) & (kind[i] == PREFIX))
@@ -202,9 +197,3 @@ def _kernel(*refs, soft_cap, ratio, scaled, windowed):
   @pl.when((i < count) & (kind[i] != PREFIX))
   def _():
     absorb(*suffix)
-
-
-def _dot(left, right, contract):
-  precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-  dims = (((1,), (contract,)), ((), ()))
-  return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)

@@ -144,9 +144,7 @@ def prepare_tree_attention(
 
 def _kernel(implementation, shape, *, tokens, options, mesh, visits) -> Kernel:
   device = dispatch.target_device(mesh)
-  absent = None if device.platform == 'tpu' else f'it is for TPU, and this is {device.platform}'
-  chosen = dispatch.choose('tree attention', implementation, absent=absent)
-  window = options['window']
+  chosen = dispatch.choose('tree attention', implementation, absent=dispatch.no_pallas(device))
   if chosen == 'pallas':
     blocks = block_sizes.tree_blocks(
       device.device_kind,
@@ -159,12 +157,12 @@ def _kernel(implementation, shape, *, tokens, options, mesh, visits) -> Kernel:
       **options, block_q=blocks.q, block_kv=blocks.kv, vmem_limit=blocks.vmem_limit, pairs=visits
     )
     make, attend = tree_attention_tpu.make_tables, tree_attention_tpu.attend
-    return Kernel(spec, blocks.q, blocks.kv, window, make, attend)
+    return Kernel(spec, blocks.q, blocks.kv, make, attend)
   spec = tree_attention_xla.XlaSpec(**options)
   if chosen == 'reference':
-    return Kernel(spec, 1, 1, window, lambda spec, kinds: (), dense)
+    return Kernel(spec, 1, 1, lambda spec, kinds: (), dense)
   make, attend = tree_attention_xla.make_tables, tree_attention_xla.attend
-  return Kernel(spec, spec.block, spec.block, window, make, attend)
+  return Kernel(spec, spec.block, spec.block, make, attend)
 
 
 def _check_arrays(q, k, v, positions):

@@ -21,23 +21,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rlax_stack.pallas_kernels import block_tables
+from rlax_stack.pallas_kernels.tpu_blocks import HIDDEN, LANES, LOWEST, column, dot
 from rlax_stack.pallas_kernels.tree_launch import (
-  LANES,
   Places,
   TpuSpec,
   Tree,
   block_specs,
   by_kind,
-  column,
   launch,
   mask_inputs,
   sizes_of,
   step_of,
   visible,
 )
-
-_HIDDEN = -1e30  # score of a hidden pair
-_LOWEST = -1e29  # first running maximum: above _HIDDEN, so a wholly hidden block adds nothing
 
 
 def fold(x: jax.Array, kv_heads: int, block_q: int) -> jax.Array:
@@ -128,12 +124,6 @@ def _attend_bwd(spec, residuals, d_out):
 attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _dot(left, right, contract):
-  precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-  dims = ((contract[:1], contract[1:]), ((), ()))
-  return lax.dot_general(left, right, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _capped(scores, spec):
   return scores if spec.soft_cap is None else spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
 
@@ -150,7 +140,7 @@ def _forward_kernel(pairs, counts, origin, *refs, spec, capacity, has_sinks):
   @pl.when(step.active & step.first)
   def _():
     if sink_ref is None:
-      top_ref[...] = jnp.full_like(top_ref, _LOWEST)
+      top_ref[...] = jnp.full_like(top_ref, LOWEST)
       total_ref[...] = jnp.zeros_like(total_ref)
     else:
       top_ref[...] = column(sink_ref[0])
@@ -158,14 +148,14 @@ def _forward_kernel(pairs, counts, origin, *refs, spec, capacity, has_sinks):
     acc_ref[...] = jnp.zeros_like(acc_ref)
 
   def absorb(seen):
-    scores = _capped(spec.scale * _dot(q_ref[0, 0, 0], k_ref[0, 0], (1, 1)), spec)
+    scores = _capped(spec.scale * dot(q_ref[0, 0, 0], k_ref[0, 0], 1), spec)
     if seen is not None:
-      scores = jnp.where(seen, scores, _HIDDEN)
+      scores = jnp.where(seen, scores, HIDDEN)
     top = top_ref[...]
     new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - new_top[:, :1])
     shrink = jnp.exp(top - new_top)
-    values = _dot(weights.astype(v_ref.dtype), v_ref[0, 0], (1, 0))
+    values = dot(weights.astype(v_ref.dtype), v_ref[0, 0], 0)
     top_ref[...] = new_top
     total_ref[...] = shrink * total_ref[...] + weights.sum(-1, keepdims=True)
     acc_ref[...] = shrink[:, :1] * acc_ref[...] + values
@@ -200,13 +190,13 @@ def _dq_kernel(pairs, counts, origin, *refs, spec, capacity):
 
   def absorb(seen):
     k = k_ref[0, 0]
-    scores = _capped(spec.scale * _dot(q_ref[0, 0, 0], k, (1, 1)), spec)
+    scores = _capped(spec.scale * dot(q_ref[0, 0, 0], k, 1), spec)
     weights = jnp.exp(scores - lse_column[:, :1])
     if seen is not None:
       weights = jnp.where(seen, weights, 0)
-    d_weights = _dot(do_ref[0, 0, 0], v_ref[0, 0], (1, 1))
+    d_weights = dot(do_ref[0, 0, 0], v_ref[0, 0], 1)
     d_scores = _d_raw(weights * (d_weights - delta_column[:, :1]), scores, spec)
-    acc_ref[...] += _dot(d_scores.astype(k.dtype), k, (1, 0))
+    acc_ref[...] += dot(d_scores.astype(k.dtype), k, 0)
 
   def seen():
     spots = (None, None) if positions is None else (x[0] for x in positions)
@@ -242,14 +232,14 @@ def _dkv_kernel(pairs, counts, origin, *refs, spec, capacity):
   def absorb(seen):
     # Keys by queries: rows of lse and delta then need no turning.
     q, do = q_ref[0, 0, 0], do_ref[0, 0, 0]
-    scores = _capped(spec.scale * _dot(k_ref[0, 0], q, (1, 1)), spec)
+    scores = _capped(spec.scale * dot(k_ref[0, 0], q, 1), spec)
     weights = jnp.exp(scores - lse_ref[0, 0, 0])
     if seen is not None:
       weights = jnp.where(seen, weights, 0)
-    d_weights = _dot(v_ref[0, 0], do, (1, 1))
+    d_weights = dot(v_ref[0, 0], do, 1)
     d_scores = _d_raw(weights * (d_weights - delta_ref[0, 0, 0]), scores, spec)
-    dv_acc[...] += _dot(weights.astype(do.dtype), do, (1, 0))
-    dk_acc[...] += _dot(d_scores.astype(q.dtype), q, (1, 0))
+    dv_acc[...] += dot(weights.astype(do.dtype), do, 0)
+    dk_acc[...] += dot(d_scores.astype(q.dtype), q, 0)
 
   def seen():
     spots = (None, None) if positions is None else (x[0] for x in positions)

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rlax_stack.pallas_kernels import block_tables
+from rlax_stack.pallas_kernels.tpu_blocks import column
 
-LANES = 128
 _SEMANTICS = ('parallel', 'parallel', 'arbitrary')
 
 
@@ -115,11 +115,6 @@ def step_of(pairs, counts, origin, capacity, run_of) -> Step:
     first=(step == 0) | (run_of(before) != run_of(here)),
     last=(step == count - 1) | (run_of(after) != run_of(here)),
   )
-
-
-def column(row):
-  """[1, n] -> [n, 128] with every lane the same: a row of lanes as a column."""
-  return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
 def visible(spec, step, shape, ends, q_positions, kv_positions, *, transposed):

@@ -17,10 +17,9 @@ from rlax_stack.pallas_kernels.block_tables import block_kinds
 class Kernel(NamedTuple):
   """One form with all that is static about it."""
 
-  spec: Any  # with scale and soft_cap
+  spec: Any  # with scale, window and soft_cap
   block_q: int
   block_kv: int
-  window: int | None
   make_tables: Callable[..., Any]  # (spec, kinds) -> tables with leading axis R
   attend: Callable[..., jax.Array]
 
@@ -51,7 +50,7 @@ def lay_out(kernel, positions, subtree_end, first_query=0, num_queries=None) -> 
   kinds = None
   if kernel.attend is not dense:
     kinds = block_kinds(
-      positions, ends, block_q=kernel.block_q, block_kv=kernel.block_kv, window=kernel.window
+      positions, ends, block_q=kernel.block_q, block_kv=kernel.block_kv, window=kernel.spec.window
     )
     blocks = -(-queries // kernel.block_q) if num_queries else kinds.shape[1]
     kinds = lax.dynamic_slice_in_dim(kinds, first // kernel.block_q, blocks, axis=1)

@@ -2,7 +2,13 @@ import jax
 import pytest
 
 from rlax_stack import sharding
-from rlax_stack.pallas_kernels.dispatch import IMPLEMENTATIONS, choose, target_device
+from rlax_stack.pallas_kernels.dispatch import (
+  IMPLEMENTATIONS,
+  WITHOUT_REFERENCE,
+  choose,
+  no_pallas,
+  target_device,
+)
 
 
 def test_auto_takes_what_there_is():
@@ -23,3 +29,12 @@ def test_the_device_is_that_of_the_mesh():
   mesh = sharding.make_mesh({'data': 2}, jax.devices()[1:3])
   assert target_device(mesh) == jax.devices()[1]
   assert target_device(None) == jax.devices()[0]
+
+
+def test_a_form_that_a_kernel_has_not_is_refused():
+  with pytest.raises(ValueError, match="'reference'. Choose from auto, pallas, xla[.]"):
+    choose('decode', 'reference', absent=None, forms=WITHOUT_REFERENCE)
+
+
+def test_devices_without_pallas_forms_say_why():
+  assert no_pallas(jax.devices()[0]) == 'it is for TPU, and this is cpu'

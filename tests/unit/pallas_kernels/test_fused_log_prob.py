@@ -215,6 +215,7 @@ def test_bad_arguments_are_refused():
     ('soft_cap must be above 0', (hidden, head, targets), {'soft_cap': 0.0}),
     ('top_k must be from 0 to the vocabulary of 101', (hidden, head, targets), {'top_k': 102}),
     ('it is for TPU, and this is cpu', (hidden, head, targets), {'implementation': 'pallas'}),
+    ('Choose from auto, pallas, xla', (hidden, head, targets), {'implementation': 'reference'}),
   ]
   for words, args, kwargs in refused:
     with pytest.raises(ValueError, match=words):

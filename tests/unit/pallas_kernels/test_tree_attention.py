@@ -82,7 +82,7 @@ def test_wide_key_blocks_equal_reference(wide, window):
   def run(block, wide):
     spec = tree_attention_xla.XlaSpec(0.25, window=window, block=block, wide=wide)
     parts = tree_attention_xla.make_tables, tree_attention_xla.attend
-    kernel = tree_rows.Kernel(spec, block, block, window, *parts)
+    kernel = tree_rows.Kernel(spec, block, block, *parts)
 
     def attend(q, k, v, positions, ends):
       layout = tree_rows.lay_out(kernel, positions, ends)

@@ -43,7 +43,7 @@ def _value_and_grads(q, k, v, sinks, positions, ends, cotangent, *, spec, dense=
     parts = (lambda spec, kinds: ()), tree_rows.dense
   else:
     parts = tree_attention_tpu.make_tables, tree_attention_tpu.attend
-  kernel = tree_rows.Kernel(spec, spec.block_q, spec.block_kv, spec.window, *parts)
+  kernel = tree_rows.Kernel(spec, spec.block_q, spec.block_kv, *parts)
 
   def attend(q, k, v, sinks):
     layout = tree_rows.lay_out(kernel, positions, ends)

@@ -84,9 +84,3 @@ def test_steps_past_the_end_stay_where_they_are():
   assert [int(places.kv_rows(0, 0, i, *arguments)[2]) for i in range(4)] == [0, 0, 1, 1]
   assert [int(places.kv_lane(1, 0, i, *arguments)[2]) for i in range(3)] == [0, 0, 0]
   assert [int(places.q_lane(0, 0, i, *arguments)[2]) for i in range(3)] == [5, 6, 6]
-
-
-def test_column_turns_lanes_into_rows():
-  out = tree_launch.column(jnp.arange(3.0)[None])
-  assert out.shape == (3, 128)
-  np.testing.assert_array_equal(out[:, 77], [0, 1, 2])

@@ -179,7 +179,7 @@ def time_decode(case: Case, repeats: int) -> dict[str, float]:
     for g in range(groups)
     for _ in range(case.samples)
   ]
-  pages, own = (groups * per_prompt, _KV_HEADS, page), (1, rows, _KV_HEADS, case.suffix)
+  pages, own = (groups * per_prompt, _KV_HEADS, page), (rows, _KV_HEADS, case.suffix)
   prefix = _draw(rng, layers, *pages, _WIDTH), _draw(rng, layers, *pages, _WIDTH)
   suffix = _draw(rng, layers, *own, _WIDTH), _draw(rng, layers, *own, _WIDTH)
   q = _draw(rng, rows, _HEADS, _WIDTH)
@@ -190,8 +190,8 @@ def time_decode(case: Case, repeats: int) -> dict[str, float]:
       work,
       jnp.full(rows, case.prompt, jnp.int32),
       jnp.full(rows, case.suffix, jnp.int32),
-      suffix_blocks=1,
-      suffix_block=case.suffix,
+      jnp.arange(rows, dtype=jnp.int32)[:, None],
+      suffix_page_size=case.suffix,
     )
 
     def layer(i, q):

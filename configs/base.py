@@ -57,9 +57,17 @@ def get_config():
   config.rollout.top_k = 0  # 0 = off
   config.rollout.top_p = 1.0  # 1 = off
   config.rollout.min_p = 0.0  # 0 = off
+  config.rollout.repetition_penalty = 1.0  # 1 = off; of tokens in the prompt or the sample
+  config.rollout.presence_penalty = 0.0  # 0 = off; off the logits of tokens of the sample, once
+  config.rollout.frequency_penalty = 0.0  # 0 = off; the same per occurrence
+  config.rollout.min_tokens = 0  # no stop before that many sampled tokens
   config.rollout.stop_strings = ()  # end a sample at the token that completes one of these
   config.rollout.slots = 64  # samples decoded side by side
   config.rollout.decode_chunk = 16  # decode steps per host round trip, at most
+  config.rollout.kv_fraction = 1.0  # KV memory of samples, of slots x max_tokens; short: some wait
+  config.rollout.prefill_chunk = 0  # tokens of a piece of a long prompt; 0 = up to 2,048
+  config.rollout.prefill_budget = 8192  # prompt tokens computed between two chunks, at most
+  config.rollout.swap_mode = 'in_place'  # running samples at new weights: in_place, retract, drain
 
   # The boxes of the loss, each `name` or `name(option=value, ...)`; docs/algorithms.md lists them
   config.objective = ConfigDict()

@@ -4,6 +4,7 @@ Nothing here decides anything: values come from the config, the order of calls i
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -26,7 +27,7 @@ from rlax_stack.pallas_kernels.self_test import check_kernels
 from rlax_stack.rewards.chain import RewardChain
 from rlax_stack.rollout.engine import Engine
 from rlax_stack.rollout.engine_state import EngineConfig
-from rlax_stack.rollout.requests import FinishedSample, GenerationRequest
+from rlax_stack.rollout.requests import FinishedSample, GenerationRequest, changes_logits
 from rlax_stack.rollout.scheduler import Scheduler
 from rlax_stack.rollout.trajectory import make_trajectory
 from rlax_stack.rollout.worker import RolloutWorker
@@ -210,11 +211,18 @@ def make_scheduler(config: RunConfig, model: LoadedModel) -> Scheduler:
     max_prompt_tokens=rollout.max_prompt_tokens,
     max_new_tokens=rollout.max_tokens,
     chunk_steps=rollout.decode_chunk,
+    prefill_chunk=rollout.prefill_chunk,
+    prefill_budget=rollout.prefill_budget,
+    logit_controls=changes_logits(train_sampling(config, ())),
     compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
     kernels=config.model.kernels,
   )
+  pages = max(sizes.pages_per_sample, math.ceil(rollout.kv_fraction * sizes.suffix_pages))
   return Scheduler(
-    Engine(model.config, sizes), run_seed=config.seed, decode_text=model.tokenizer.decode
+    Engine(model.config, dataclasses.replace(sizes, suffix_pages=pages)),
+    run_seed=config.seed,
+    decode_text=model.tokenizer.decode,
+    swap_mode=rollout.swap_mode,
   )
 
 

@@ -74,9 +74,17 @@ class RolloutSection:
   top_k: int
   top_p: float
   min_p: float
+  repetition_penalty: float
+  presence_penalty: float
+  frequency_penalty: float
+  min_tokens: int
   stop_strings: tuple[str, ...]
   slots: int
   decode_chunk: int
+  kv_fraction: float
+  prefill_chunk: int
+  prefill_budget: int
+  swap_mode: str
 
 
 @_frozen

@@ -17,6 +17,7 @@ _CHOICES = {
   'learner.decay': ('constant', 'linear', 'cosine'),
   'learner.remat': ('none', 'layer', 'dots'),
   'fleet.runtime': ('local',),
+  'rollout.swap_mode': ('in_place', 'retract', 'drain'),
   'observe.progress': ('auto', 'live', 'plain', 'off'),
 }
 
@@ -30,6 +31,9 @@ _POSITIVE = (
   'rollout.max_tokens',
   'rollout.slots',
   'rollout.decode_chunk',
+  'rollout.repetition_penalty',
+  'rollout.kv_fraction',
+  'rollout.prefill_budget',
   'learner.learning_rate',
   'learner.epsilon',
   'learner.max_grad_norm',
@@ -49,6 +53,8 @@ _NOT_NEGATIVE = (
   'rollout.temperature',
   'rollout.top_k',
   'rollout.min_p',
+  'rollout.min_tokens',
+  'rollout.prefill_chunk',
   'learner.row_length',
   'learner.warmup_steps',
   'learner.weight_decay',
@@ -59,7 +65,13 @@ _NOT_NEGATIVE = (
   'observe.samples_per_step',
 )
 
-_FRACTIONS = ('rewards.max_failure_fraction', 'rollout.min_p', 'learner.beta1', 'learner.beta2')
+_FRACTIONS = (
+  'rewards.max_failure_fraction',
+  'rollout.min_p',
+  'rollout.kv_fraction',
+  'learner.beta1',
+  'learner.beta2',
+)
 
 
 def check(config: RunConfig) -> None:
@@ -128,6 +140,15 @@ def _rollout_rules(config: RunConfig) -> Iterator[str]:
     yield f'config.rollout.top_p must be above 0 and at most 1, got {rollout.top_p}.'
   if rollout.temperature == 0:
     yield 'config.rollout.temperature=0 samples every group G times alike. Set it above 0.'
+  if rollout.min_tokens > rollout.max_tokens:
+    yield (
+      f'config.rollout.min_tokens={rollout.min_tokens} exceeds config.rollout.max_tokens='
+      f'{rollout.max_tokens}. Lower it.'
+    )
+  for name in ('presence_penalty', 'frequency_penalty'):
+    value = getattr(rollout, name)
+    if not -2 <= value <= 2:
+      yield f'config.rollout.{name} must be from -2 to 2 (0 is off), got {value}.'
 
 
 def _learner_rules(config: RunConfig) -> Iterator[str]:

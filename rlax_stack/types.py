@@ -61,14 +61,25 @@ class SamplingParams:
   temperature: 0 means greedy. top_k: 0 means off. top_p: 1 means off. min_p: 0 means off (else
   tokens below min_p times the largest probability are removed). max_tokens: sampled tokens at most,
   stop token included. stop_token_ids end a sample and belong to it; stop_strings end it at the
-  token that completes the string. seed: None takes the run's seed.
+  token that completes the string. min_tokens: no stop before that many. seed: None takes the run's seed.
+
+  repetition_penalty (1 is off) divides the positive logits of tokens in the prompt or the sample and multiplies
+  negative ones; presence_penalty and frequency_penalty (0 is off) are subtracted from tokens of the sample, once
+  and per occurrence; logit_bias adds to the logits of (token, bias). They change the distribution that is sampled
+  and its log-probs, never the raw ones. top_log_probs: how many of the likeliest tokens come back per position.
   """
 
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
   min_p: float = 0.0
+  repetition_penalty: float = 1.0
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  logit_bias: tuple[tuple[int, float], ...] = ()
+  min_tokens: int = 0
   max_tokens: int = 64
+  top_log_probs: int = 0
   stop_token_ids: tuple[int, ...] = ()
   stop_strings: tuple[str, ...] = ()
   seed: int | None = None

@@ -172,17 +172,23 @@ class Decoder(nnx.Module):
     *,
     compute_dtype: Any = jnp.float32,
     remat: str = 'none',
+    of_layers: Any = None,
   ) -> tuple[jax.Array, Any]:
-    """tokens, positions int32 [R, T] -> (hidden [R, T, D], aux of attend stacked over layers)."""
+    """tokens, positions int32 [R, T] -> (hidden [R, T, D], aux of attend stacked over layers).
+
+    With `of_layers`, arrays [L, ...], attend gets those of its layer as a fourth argument.
+    """
     graph, stacked = nnx.split(self.layers)
     sin, cos = rotation(self.config, positions)
 
-    def layer(x, state):
-      return nnx.merge(graph, state)(x, sin, cos, attend)
+    def layer(x, of_layer):
+      state, inputs = of_layer
+      with_inputs = attend if inputs is None else lambda q, k, v: attend(q, k, v, inputs)
+      return nnx.merge(graph, state)(x, sin, cos, with_inputs)
 
     if remat != 'none':
       layer = jax.checkpoint(layer, policy=remat_policy(remat), prevent_cse=False)
-    x, aux = jax.lax.scan(layer, self.embedder(tokens, compute_dtype), stacked)
+    x, aux = jax.lax.scan(layer, self.embedder(tokens, compute_dtype), (stacked, of_layers))
     return self.final_norm(x), aux
 
 
@@ -267,11 +273,17 @@ def hidden_states_and_aux(
   *,
   compute_dtype: Any = jnp.float32,
   remat: str = 'none',
+  of_layers: Any = None,
 ) -> tuple[jax.Array, Any]:
-  """As `hidden_states`, but attend returns (output, aux): aux comes back stacked over layers."""
+  """As `hidden_states`, but attend returns (output, aux): aux comes back stacked over layers.
+
+  With `of_layers`, arrays [L, ...], attend gets those of its layer as a fourth argument.
+  """
   graph, state = _abstract_decoder(config)
   decoder = nnx.merge(graph, _with_values(state, params))
-  return decoder(tokens, positions, attend, compute_dtype=compute_dtype, remat=remat)
+  return decoder(
+    tokens, positions, attend, compute_dtype=compute_dtype, remat=remat, of_layers=of_layers
+  )
 
 
 def embed(params: Params, tokens: jax.Array, dtype: Any) -> jax.Array:

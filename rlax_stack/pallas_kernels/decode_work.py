@@ -49,9 +49,7 @@ class DecodeItems(NamedTuple):
 
   kind: jax.Array  # [C] PREFIX or SUFFIX
   prefix_page: jax.Array  # [C] prefix page; of a suffix item that of the prefix item before it
-  suffix_page: (
-    jax.Array
-  )  # [C] suffix block times M plus row; of a prefix item that of the suffix item before it
+  suffix_page: jax.Array  # [C] suffix page; of a prefix item that of the suffix item before it
   block: jax.Array  # [C] block of rows
   start: jax.Array  # [C] position of the first token
   length: jax.Array  # [C] valid tokens
@@ -150,30 +148,30 @@ def decode_items(
   work: WorkList,
   prefix_length: jax.Array,
   suffix_length: jax.Array,
+  suffix_pages: jax.Array,
   *,
-  suffix_blocks: int,
-  suffix_block: int,
+  page_size: int,
   window: int | None = None,
 ) -> DecodeItems:
-  """Adds the blocks of the rows' own suffixes to the prefix items; on the device.
+  """Adds the pages of the rows' own suffixes to the prefix items; on the device.
 
   Args:
     work: the prefix items.
     prefix_length: int32 [M], tokens of each row's prefix.
     suffix_length: int32 [M], own tokens of each row; 0 for a row that is not in the work list.
-    suffix_blocks: blocks that a row has room for.
-    suffix_block: tokens in one.
+    suffix_pages: int32 [M, S], the pages of each row's own tokens in order; read as far as its length says.
+    page_size: tokens in one of them.
     window: items that no row of theirs sees any more are left out; None keeps all.
 
   Returns:
-    DecodeItems with room for I + M * suffix_blocks.
+    DecodeItems with room for I + M * S.
   """
-  num_rows = suffix_length.shape[0]
+  num_rows, per_row = suffix_pages.shape
   index = jnp.arange(work.item_page.shape[0], dtype=jnp.int32)
-  of_block = jnp.arange(suffix_blocks, dtype=jnp.int32)[:, None]
+  of_page = jnp.arange(per_row, dtype=jnp.int32)[:, None]
   row = jnp.arange(num_rows, dtype=jnp.int32)[None]
-  begins = of_block * suffix_block
-  own = jnp.clip(suffix_length[None] - begins, 0, suffix_block)
+  begins = of_page * page_size
+  own = jnp.clip(suffix_length[None] - begins, 0, page_size)
   live = own > 0
   is_prefix = index < work.num_items
   if window is not None:
@@ -184,16 +182,16 @@ def decode_items(
     is_prefix = is_prefix & (work.item_start + work.item_length > of_rows[work.item_block])
 
   def both(prefix, suffix):
-    suffix = jnp.broadcast_to(suffix, (suffix_blocks, num_rows))
+    suffix = jnp.broadcast_to(suffix, (per_row, num_rows))
     return jnp.concatenate([jnp.asarray(prefix, jnp.int32), suffix.reshape(-1).astype(jnp.int32)])
 
   blocks = both(work.item_block, work.row_block[None])
   wanted = both(is_prefix, live) > 0
   # Prefix pages first, then row by row; what is not wanted goes to the end.
-  place = both(index, index.size + work.row_index[None] * suffix_blocks + of_block)
+  place = both(index, index.size + work.row_index[None] * per_row + of_page)
   order = jnp.lexsort((place, jnp.where(wanted, blocks, jnp.iinfo(jnp.int32).max)))
   kind = both(jnp.full_like(index, PREFIX), jnp.full_like(row, SUFFIX))[order]
-  page = both(work.item_page, of_block * num_rows + row)[order]
+  page = both(work.item_page, suffix_pages.T)[order]
   visited = jax.ops.segment_max(wanted.astype(jnp.int32), blocks, num_segments=num_rows) > 0
   return DecodeItems(
     kind=kind,

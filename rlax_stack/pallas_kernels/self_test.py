@@ -108,13 +108,14 @@ def _shared_prefix_decode(interpret: Any) -> _Deviation:
   work = jax.tree.map(jnp.asarray, work)
   prefix_length, suffix_length = jnp.asarray([150, 9, 150]), jnp.asarray([1, 70, 64])
   prefix = (_draw(3, 1, 3, 2, 128, 128), _draw(4, 1, 3, 2, 128, 128))
-  suffix = (_draw(5, 1, 2, 3, 2, 64, 128), _draw(6, 1, 2, 3, 2, 64, 128))
+  suffix = (_draw(5, 1, 6, 2, 64, 128), _draw(6, 1, 6, 2, 64, 128))
+  suffix_pages = jnp.asarray([[4, 0], [1, 5], [2, 3]], jnp.int32)
   q = _draw(7, 3, 4, 128)
   plan = shared_prefix_decode.plan_decode(
-    work, prefix_length, suffix_length, suffix_blocks=2, suffix_block=64, implementation='xla'
+    work, prefix_length, suffix_length, suffix_pages, suffix_page_size=64, implementation='xla'
   )
   want = shared_prefix_decode.shared_prefix_decode(q, *prefix, *suffix, plan, scale=0.1)
-  items = decode_items(work, prefix_length, suffix_length, suffix_blocks=2, suffix_block=64)
+  items = decode_items(work, prefix_length, suffix_length, suffix_pages, page_size=64)
   none = (None, None)
   _, total, values = shared_prefix_decode_tpu.softmax_state(
     (0.1 * q).reshape(3, 2, 2, 128),

@@ -33,7 +33,7 @@ class KVScales(NamedTuple):
 
   prefix_k: jax.Array  # [L, N, K, page_size]
   prefix_v: jax.Array
-  suffix_k: jax.Array  # [L, S / block, M, K, block]
+  suffix_k: jax.Array  # [L, N, K, page_size]
   suffix_v: jax.Array
 
 
@@ -44,6 +44,7 @@ class DecodePlan(NamedTuple):
   window: int | None
   prefix_length: jax.Array  # int32 [M]
   suffix_length: jax.Array  # int32 [M]
+  suffix_pages: jax.Array  # int32 [M, S]
   work: WorkList
   items: DecodeItems | None  # of the Pallas form
   mesh: Mesh | None  # heads lie over its tensor axis
@@ -53,9 +54,9 @@ def plan_decode(
   work: WorkList,
   prefix_length: jax.Array,
   suffix_length: jax.Array,
+  suffix_pages: jax.Array,
   *,
-  suffix_blocks: int,
-  suffix_block: int,
+  suffix_page_size: int,
   window: int | None = None,
   implementation: str = 'auto',
   mesh: Mesh | None = None,
@@ -66,8 +67,8 @@ def plan_decode(
     work: the prefix items; rows that are not in it get finite values without meaning.
     prefix_length: int32 [M], tokens of each row's prefix (used by the window only).
     suffix_length: int32 [M], own tokens of each row, >= 1 where the row is in the work list, else 0.
-    suffix_blocks: blocks that the suffix of a row has room for.
-    suffix_block: tokens in one.
+    suffix_pages: int32 [M, S], the pages of each row's own tokens in order; read as far as its length says.
+    suffix_page_size: tokens in one of them.
     window: a query sees the newest `window` tokens, itself included; None sees all.
     implementation: 'auto', 'pallas' (TPU) or 'xla'; 'auto' is 'pallas' on a TPU.
     mesh: heads of queries and keys lie over its tensor axis, rows and pages are whole. None: arrays are whole.
@@ -83,11 +84,11 @@ def plan_decode(
       work,
       prefix_length,
       suffix_length,
-      suffix_blocks=suffix_blocks,
-      suffix_block=suffix_block,
+      suffix_pages,
+      page_size=suffix_page_size,
       window=window,
     )
-  return DecodePlan(chosen, window, prefix_length, suffix_length, work, items, mesh)
+  return DecodePlan(chosen, window, prefix_length, suffix_length, suffix_pages, work, items, mesh)
 
 
 class _Softmax(NamedTuple):
@@ -223,7 +224,7 @@ def shared_prefix_decode(
   Args:
     q: [M, H, Dh], rotated, unscaled.
     prefix_k, prefix_v: [L, N, K, page_size, Dh], pages of all prefixes; in the dtype of q, or int8 or fp8 with scales.
-    suffix_k, suffix_v: [L, S / block, M, K, block, Dh], each row's own tokens in blocks.
+    suffix_k, suffix_v: [L, N, K, suffix_page_size, Dh], pages of the rows' own tokens, which nobody shares.
     plan: from `plan_decode`.
     layer: which of the L layers to read; may be traced.
     scale: of the scores; None is Dh**-0.5.
@@ -242,20 +243,13 @@ def shared_prefix_decode(
 
   if plan.mesh is None or plan.mesh.size == 1:
     return attend(*arrays)
-  by_head, of_page, of_row = (
-    P(None, 'tensor'),
-    P(None, None, 'tensor'),
-    P(None, None, None, 'tensor'),
-  )
+  by_head, of_page = P(None, 'tensor'), P(None, None, 'tensor')
   sharding.check_divisible('the queries (rows, heads, width)', q.shape, by_head, plan.mesh)
   sharding.check_divisible('the pages', prefix_k.shape, of_page, plan.mesh)
-  scale_specs = None if kv_scales is None else KVScales._make([of_page] * 2 + [of_row] * 2)
+  scale_specs = None if kv_scales is None else KVScales._make([of_page] * 4)
   specs = (
     by_head,
-    of_page,
-    of_page,
-    of_row,
-    of_row,
+    *(of_page,) * 4,
     None if sinks is None else P('tensor'),
     scale_specs,
   )
@@ -309,7 +303,7 @@ def _over_suffixes(
   soft_cap: float | None,
 ) -> _Softmax:
   """Adds every row's own tokens; q [M, K, R, Dh]."""
-  block_size = tables[0].shape[4]
+  block_size = tables[0].shape[3]
   offset = jnp.arange(block_size, dtype=jnp.int32)[None, :]
   oldest = _oldest(plan)
 
@@ -318,7 +312,11 @@ def _over_suffixes(
     seen = index < plan.suffix_length[:, None]
     if oldest is not None:
       seen = seen & (plan.prefix_length[:, None] + index >= oldest[:, None])
-    keys = _read(tables, layer, i)
+    page = plan.suffix_pages[:, i]
+    keys = _Keys._make(
+      None if table is None else table.at[layer, page].get(mode='promise_in_bounds')
+      for table in tables
+    )
     return _absorb(state, q, keys, seen[:, None, None, :], soft_cap)
 
   blocks = (jnp.max(plan.suffix_length) + (block_size - 1)) // block_size
@@ -332,6 +330,7 @@ def shared_prefix_decode_reference(
   suffix_k: np.ndarray,
   suffix_v: np.ndarray,
   suffix_length: np.ndarray,
+  suffix_pages: np.ndarray,
   views: Sequence[PrefixView | None],
   *,
   layer: int = 0,
@@ -348,7 +347,7 @@ def shared_prefix_decode_reference(
 
   def keys_of(prefix: np.ndarray, suffix: np.ndarray, row: int, view: PrefixView) -> np.ndarray:
     shared = np.concatenate([prefix[layer, page] for page in view.pages], 1)[:, : view.length]
-    own = np.concatenate(list(suffix[layer, :, row]), 1)[:, : suffix_length[row]]
+    own = np.concatenate(list(suffix[layer, suffix_pages[row]]), 1)[:, : suffix_length[row]]
     joined = np.concatenate([shared, own], 1).astype(np.float64)
     return joined if window is None else joined[:, -window:]
 

@@ -37,7 +37,7 @@ def softmax_state(
   Args:
     q: [M, K, R, Dh], scaled.
     prefix: k, v [L, N, K, page, Dh] and their scales [L, N, K, page] or None.
-    suffix: k, v [L, S, M, K, block, Dh] and their scales [L, S, M, K, block] or None.
+    suffix: k, v [L, N, K, page, Dh] and their scales [L, N, K, page] or None.
     work: how rows lie in blocks.
     items: from `decode_items`.
     layer: which of the L layers to read.
@@ -55,7 +55,6 @@ def softmax_state(
   columns = -(-places * ratio // least) * least
   rows = q[work.block_rows].transpose(0, 2, 1, 3, 4).reshape(blocks, num_kv, -1, head_dim)
   rows = jnp.pad(rows, ((0, 0), (0, 0), (0, columns - places * ratio), (0, 0)))
-  suffix = tuple(x if x is None else x.reshape(x.shape[0], -1, *x.shape[3:]) for x in suffix)
   tables = [x for x in (*prefix, *suffix) if x is not None]
   inputs = [rows, *(_with_lanes(x) for x in tables)]
   in_specs = [pl.BlockSpec((1, num_kv, columns, head_dim), _of_block)]

@@ -18,8 +18,8 @@ from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.pallas_kernels.decode_work import WorkList
 from rlax_stack.pallas_kernels.shared_prefix_decode import plan_decode, shared_prefix_decode
+from rlax_stack.rollout import logit_controls, serving
 from rlax_stack.rollout import prefill as prefill_lib
-from rlax_stack.rollout import serving
 from rlax_stack.rollout.engine_state import (
   LENGTH,
   RUNNING,
@@ -32,19 +32,37 @@ from rlax_stack.rollout.engine_state import (
   RowState,
   empty_state,
 )
-from rlax_stack.rollout.sampler import Sampled, sample
+from rlax_stack.rollout.sampler import Sampled, raw_log_prob, sample, top_log_probs
 from rlax_stack.rollout.serving import ServingParams
 
 
-def _accept(rows: RowState, drawn: Sampled, who: jax.Array) -> RowState:
-  """Rows `who` [M] take the drawn token at the position after their newest one."""
+def _draw(
+  logits: jax.Array, rows: RowState, position: jax.Array, forced: jax.Array
+) -> tuple[Sampled, jax.Array]:
+  """Samples at int32 position [M] from logits [V, M]; also what rows take: `forced` [M] where that is >= 0."""
+  uniforms = rng.token_uniforms(rows.key, position)
+  if rows.controls is None or rows.counts is None:
+    drawn = sample(logits, uniforms, rows.sampling)
+  else:
+    adjusted = logit_controls.adjust(
+      logits, rows.controls, rows.counts, count=rows.count, stop_ids=rows.stop_ids
+    )
+    drawn = sample(adjusted, uniforms, rows.sampling)
+    drawn = drawn._replace(raw_log_prob=raw_log_prob(logits, drawn.token))
+  return drawn, jnp.where(forced >= 0, forced, drawn.token)
+
+
+def _accept(rows: RowState, token: jax.Array, who: jax.Array) -> RowState:
+  """Rows `who` [M] take a token at the position after their newest one."""
   advance = who.astype(jnp.int32)
   count = rows.count + advance
-  stopped = jnp.any(rows.stop_ids == drawn.token[:, None], axis=1)
+  stopped = jnp.any(rows.stop_ids == token[:, None], axis=1)
   finish = jnp.where(stopped, STOPPED, jnp.where(count >= rows.max_tokens, LENGTH, RUNNING))
   finish = jnp.where(who, finish, rows.finish).astype(jnp.int32)
+  counts = None if rows.counts is None else logit_controls.count_token(rows.counts, token, who)
   return rows._replace(
-    token=jnp.where(who, drawn.token, rows.token),
+    token=jnp.where(who, token, rows.token),
+    counts=counts,
     position=rows.position + advance,
     count=count,
     finish=finish,
@@ -58,19 +76,23 @@ def _logits(
   params: ServingParams,
   state: DecodeState,
   work: WorkList,
+  suffix_pages: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Logits [V, M] after each row's newest token, and the suffix KV with that token in it."""
   rows = state.rows
   suffix_k, suffix_v = state.suffix_k, state.suffix_v
-  slots = jnp.arange(engine.slots, dtype=jnp.int32)
-  index = jnp.clip(rows.count - 1, 0, engine.suffix_blocks * engine.suffix_block - 1)
-  block, place = index // engine.suffix_block, index % engine.suffix_block
+  size = engine.suffix_page_size
+  index = jnp.clip(rows.count - 1, 0, engine.pages_per_sample * size - 1)
+  page = jnp.take_along_axis(suffix_pages, (index // size)[:, None], axis=1)[:, 0]
+  # A row that does not decode may have no page, and must not write into another row's.
+  outside = engine.suffix_pages + jnp.arange(engine.slots, dtype=jnp.int32)
+  page, place = jnp.where(rows.active, page, outside), index % size
   plan = plan_decode(
     work,
     rows.position + 1 - rows.count,
     jnp.where(rows.active, rows.count, 0),
-    suffix_blocks=engine.suffix_blocks,
-    suffix_block=engine.suffix_block,
+    suffix_pages,
+    suffix_page_size=size,
     window=config.sliding_window,
     implementation=engine.kernels,
   )
@@ -81,9 +103,9 @@ def _logits(
   def run_layer(layer: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     x, suffix_k, suffix_v = carry
     q, k, v = serving.project_qkv(params, config, layer, x, sin, cos)
-    at = (layer, block, slots, slice(None), place)
-    suffix_k = suffix_k.at[at].set(k, unique_indices=True, mode='promise_in_bounds')
-    suffix_v = suffix_v.at[at].set(v, unique_indices=True, mode='promise_in_bounds')
+    at = (layer, page, slice(None), place)
+    suffix_k = suffix_k.at[at].set(k, unique_indices=True, mode='drop')
+    suffix_v = suffix_v.at[at].set(v, unique_indices=True, mode='drop')
     attended = shared_prefix_decode(
       q,
       state.prefix_k,
@@ -107,11 +129,13 @@ def _generate(
   params: ServingParams,
   state: DecodeState,
   work: WorkList,
+  suffix_pages: jax.Array,
+  forced: jax.Array,
   version: jax.Array,
   steps: jax.Array,
   stop_after: jax.Array,
 ) -> tuple[DecodeState, ResultTokens]:
-  shape = (engine.chunk_steps, engine.slots)
+  shape, tops = (engine.chunk_steps, engine.slots), engine.max_top_log_probs
   result = ResultTokens(
     tokens=jnp.zeros(shape, jnp.int32),
     log_probs=jnp.zeros(shape, jnp.float32),
@@ -120,6 +144,8 @@ def _generate(
     valid=jnp.zeros(shape, jnp.bool_),
     finish=state.rows.finish,
     steps=jnp.int32(0),
+    top_ids=jnp.zeros((*shape, tops), jnp.int32) if tops else None,
+    top_log_probs=jnp.zeros((*shape, tops), jnp.float32) if tops else None,
   )
   before = jnp.sum(state.rows.active)
 
@@ -134,13 +160,18 @@ def _generate(
   ) -> tuple[RowState, Any, Any, ResultTokens]:
     rows, suffix_k, suffix_v, result = carry
     current = state._replace(rows=rows, suffix_k=suffix_k, suffix_v=suffix_v)
-    logits, suffix_k, suffix_v = _logits(config, engine, params, current, work)
-    drawn = sample(logits, rng.token_uniforms(rows.key, rows.position + 1), rows.sampling)
+    logits, suffix_k, suffix_v = _logits(config, engine, params, current, work, suffix_pages)
     i = result.steps
+    drawn, token = _draw(logits, rows, rows.position + 1, forced[i])
     who = rows.active
-    rows = _accept(rows, drawn, who)
+    rows = _accept(rows, token, who)
+    if tops:
+      ids, values = top_log_probs(logits, tops)
+      result = result._replace(
+        top_ids=result.top_ids.at[i].set(ids), top_log_probs=result.top_log_probs.at[i].set(values)
+      )
     result = result._replace(
-      tokens=result.tokens.at[i].set(drawn.token),
+      tokens=result.tokens.at[i].set(token),
       log_probs=result.log_probs.at[i].set(drawn.log_prob),
       raw_log_probs=result.raw_log_probs.at[i].set(drawn.raw_log_prob),
       valid=result.valid.at[i].set(who),
@@ -155,33 +186,49 @@ def _generate(
 
 
 def _start_rows(
-  prefix_logits: jax.Array, rows: RowState, new: NewRows, version: jax.Array
+  engine: EngineConfig,
+  prefix_logits: jax.Array,
+  rows: RowState,
+  new: NewRows,
+  version: jax.Array,
 ) -> tuple[RowState, ResultTokens]:
-  """Starts rows and draws their first tokens from their prompts' stored logits."""
-  drawn = sample(
-    prefix_logits[new.entry].T, rng.token_uniforms(new.key, new.prompt_length), new.sampling
-  )
+  """Starts rows and draws their first tokens from their prefixes' stored logits."""
   values = rows._replace(
-    position=new.prompt_length - 1,
+    position=new.prefix_length - 1,
     count=jnp.zeros_like(rows.count),
     max_tokens=new.max_tokens,
     sampling=new.sampling,
     key=new.key,
     stop_ids=new.stop_ids,
+    controls=new.controls,
   )
 
   def pick(value: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(new.start.reshape((-1,) + (1,) * (old.ndim - 1)), value, old)
 
-  rows = _accept(jax.tree.map(pick, values, rows), drawn, new.start)
+  counts = rows.counts
+  values, rows = values._replace(counts=None), rows._replace(counts=None)
+  rows = jax.tree.map(pick, values, rows)
+  if counts is not None:
+    counts = logit_controls.start_counts(
+      counts, new.prefix, new.prefix_length, new.prompt_length, new.start
+    )
+  rows = rows._replace(counts=counts)
+  logits = prefix_logits[new.entry].T
+  drawn, token = _draw(logits, rows, new.prefix_length, new.forced)
+  tops = engine.max_top_log_probs
+  ids, of_ids = top_log_probs(logits, tops) if tops else (None, None)
+  rows = _accept(rows, token, new.start)
   return rows, ResultTokens(
-    tokens=drawn.token[None],
+    tokens=token[None],
     log_probs=drawn.log_prob[None],
     raw_log_probs=drawn.raw_log_prob[None],
-    versions=jnp.full_like(drawn.token, version)[None],
+    versions=jnp.full_like(token, version)[None],
     valid=new.start[None],
     finish=rows.finish,
     steps=jnp.int32(1),
+    top_ids=None if ids is None else ids[None],
+    top_log_probs=None if of_ids is None else of_ids[None],
   )
 
 
@@ -212,7 +259,8 @@ class Engine:
     self._device = jax.local_devices()[0]
     self._prefill = jax.jit(functools.partial(prefill_lib.prefill, config, engine_config))
     self._store = jax.jit(functools.partial(_store_prefix, engine_config), donate_argnums=1)
-    self._start = jax.jit(_start_rows, donate_argnums=1)
+    self._prefill_more = jax.jit(functools.partial(prefill_lib.prefill_more, config, engine_config))
+    self._start = jax.jit(functools.partial(_start_rows, engine_config), donate_argnums=1)
     self._generate = jax.jit(functools.partial(_generate, config, engine_config), donate_argnums=1)
     self._release = jax.jit(lambda active, slot: active.at[slot].set(False), donate_argnums=0)
     self._fuse = jax.jit(functools.partial(serving.fuse_layer, dtype=engine_config.compute_dtype))
@@ -252,6 +300,28 @@ class Engine:
     """Prompts int32 [B, P], padded at the end, of true_length int32 [B] tokens; compiled once per (B, P)."""
     return self._prefill(params, padded_tokens, true_length)
 
+  def prefill_more(
+    self,
+    params: ServingParams,
+    decode_state: DecodeState,
+    padded_tokens: np.ndarray,
+    true_length: np.ndarray,
+    pages: np.ndarray,
+    context: np.ndarray,
+  ) -> Prefix:
+    """The next piece of prefixes whose earlier pieces are stored; compiled once per (B, C).
+
+    Args:
+      params: of the model.
+      decode_state: read, not donated.
+      padded_tokens: int32 [B, C], padded at the end.
+      true_length: int32 [B], tokens of the piece.
+      pages: int32 [B, pages_per_prefix], of the pieces before, whole pages in order.
+      context: int32 [B], tokens before the piece, a multiple of page_size.
+    """
+    tables = (decode_state.prefix_k, decode_state.prefix_v)
+    return self._prefill_more(params, *tables, padded_tokens, true_length, pages, context)
+
   def insert(
     self, prefix: Prefix, decode_state: DecodeState, pages: np.ndarray, entries: np.ndarray
   ) -> DecodeState:
@@ -279,6 +349,8 @@ class Engine:
     params: ServingParams,
     decode_state: DecodeState,
     work: WorkList,
+    suffix_pages: np.ndarray,
+    forced: np.ndarray,
     *,
     version: int,
     steps: int,
@@ -287,10 +359,20 @@ class Engine:
     """Up to `steps` (at most chunk_steps) decode steps in one call.
 
     Ends early when no row is active, or with `stop_after` > 0 once that many rows have finished in this call.
+
+    Args:
+      params: of the model.
+      decode_state: donated.
+      work: what rows read of the prefix table.
+      suffix_pages: int32 [M, pages_per_sample], where rows keep their own tokens; a running row must have pages for all
+        that it has and samples in this call.
+      forced: int32 [chunk_steps, M], tokens that rows take whatever they sample, -1 where they sample freely.
+      version: of the weights.
+      steps: at most.
+      stop_after: see above.
     """
-    return self._generate(
-      params, decode_state, work, np.int32(version), np.int32(steps), np.int32(stop_after)
-    )
+    scalars = (np.int32(version), np.int32(steps), np.int32(stop_after))
+    return self._generate(params, decode_state, work, suffix_pages, forced, *scalars)
 
   def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
     """Stops a row; its tokens so far stay with whoever read them."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from rlax_stack.errors import ConfigError
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.rollout.logit_controls import LogitControls, TokenCounts, no_controls, no_counts
 from rlax_stack.rollout.sampler import RowSampling
 
 RUNNING, STOPPED, LENGTH = 0, 1, 2  # values of RowState.finish
@@ -28,8 +29,14 @@ class EngineConfig:
   slots: rows decoded together. max_prompt_tokens, max_new_tokens: longest prompt and longest sample, in tokens.
   chunk_steps: decode steps per host round trip at most. page_size: tokens of a prefix page; 0 chooses.
   prefix_pages: pages in the table; 0 gives every slot a prompt of its own, or 32,768 tokens if that is less.
-  rows_per_block: rows of a group that share one read of a page. suffix_block: tokens of a suffix block; 0 chooses.
-  prefill_tokens: prompts are prefilled together up to about this many tokens. max_stop_ids: stop tokens per request.
+  rows_per_block: rows of a group that share one read of a page. suffix_page_size: tokens of a page of a row's own
+  tokens; 0 chooses. suffix_pages: how many of those; 0 gives every slot enough for the longest sample, fewer save
+  memory (rows that find none are set back and go on later).
+  prefill_tokens: prompts are prefilled together up to about this many tokens. prefill_chunk: longer prefixes are
+  computed in pieces of this many tokens, a multiple of page_size; 0 chooses. prefill_budget: tokens prefilled between
+  two decode chunks at most, so that long prompts do not hold up the rows that decode. max_stop_ids: stop tokens per
+  request. logit_controls: whether requests may change logits (biases, penalties, min_tokens). max_logit_bias: biased
+  tokens per request then. max_top_log_probs: likeliest tokens per position that a request may ask for.
   compute_dtype: of weights, activations and KV; softmax and log-probs are float32 always.
   kernels: form of the kernels, 'auto', 'pallas' or 'xla'.
   """
@@ -41,21 +48,29 @@ class EngineConfig:
   page_size: int = 0
   prefix_pages: int = 0
   rows_per_block: int = 8
-  suffix_block: int = 0
+  suffix_page_size: int = 0
+  suffix_pages: int = 0
   prefill_tokens: int = 256
+  prefill_chunk: int = 0
+  prefill_budget: int = 8192
   max_stop_ids: int = 8
+  logit_controls: bool = False
+  max_logit_bias: int = 16
+  max_top_log_probs: int = 0
   compute_dtype: Any = jnp.float32
   kernels: str = 'auto'
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      least = 0 if field.name in ('page_size', 'prefix_pages', 'suffix_block') else 1
-      if field.name not in ('compute_dtype', 'kernels') and value < least:
+      if field.type is not int:
+        continue
+      least = 0 if field.default == 0 else 1
+      if value < least:
         raise ConfigError(f'EngineConfig.{field.name} must be at least {least}, got {value}.')
     page = self.page_size or min(256, max(16, _power_of_two(self.max_prompt_tokens)))
-    # Many rows: small blocks, because what a block reads beyond a row's own tokens is wasted bandwidth.
-    block = self.suffix_block or min(
+    # Many rows: small pages, because what a page reads beyond a row's own tokens is wasted bandwidth.
+    own_page = self.suffix_page_size or min(
       _round_up(self.max_new_tokens, 8), max(16, min(64, 1024 // self.slots))
     )
     per_prompt = -(-self.max_prompt_tokens // page)
@@ -65,9 +80,22 @@ class EngineConfig:
         f'EngineConfig.prefix_pages={pages} cannot hold one prompt of max_prompt_tokens='
         f'{self.max_prompt_tokens} in pages of {page}. Set prefix_pages to at least {per_prompt}.'
       )
-    object.__setattr__(self, 'page_size', page)
-    object.__setattr__(self, 'suffix_block', block)
-    object.__setattr__(self, 'prefix_pages', pages)
+    chunk = min(self.prefill_chunk or max(1, 2048 // page) * page, per_prompt * page)
+    if chunk % page:
+      raise ConfigError(
+        f'EngineConfig.prefill_chunk={chunk} must be a multiple of page_size={page}.'
+      )
+    per_sample = -(-self.max_new_tokens // own_page)
+    own_pages = self.suffix_pages or self.slots * per_sample
+    if own_pages < per_sample:
+      raise ConfigError(
+        f'EngineConfig.suffix_pages={own_pages} cannot hold one sample of max_new_tokens='
+        f'{self.max_new_tokens} in pages of {own_page}. Set suffix_pages to at least {per_sample}.'
+      )
+    chosen = {'page_size': page, 'prefix_pages': pages, 'prefill_chunk': chunk}
+    chosen |= {'suffix_page_size': own_page, 'suffix_pages': own_pages}
+    for name, value in chosen.items():
+      object.__setattr__(self, name, value)
 
   @property
   def pages_per_prompt(self) -> int:
@@ -75,19 +103,29 @@ class EngineConfig:
     return -(-self.max_prompt_tokens // self.page_size)
 
   @property
-  def suffix_blocks(self) -> int:
-    """Blocks that hold the longest sample."""
-    return -(-self.max_new_tokens // self.suffix_block)
+  def max_prefix_tokens(self) -> int:
+    """Tokens of the longest prefix: a prompt and all of a sample but its last token, computed anew."""
+    return self.max_prompt_tokens + self.max_new_tokens - 1
+
+  @property
+  def pages_per_prefix(self) -> int:
+    """Pages of the longest prefix."""
+    return -(-self.max_prefix_tokens // self.page_size)
+
+  @property
+  def pages_per_sample(self) -> int:
+    """Suffix pages of the longest sample."""
+    return -(-self.max_new_tokens // self.suffix_page_size)
 
   @property
   def max_items(self) -> int:
     """Work items if no two rows share a prefix."""
-    return self.slots * self.pages_per_prompt
+    return self.slots * self.pages_per_prefix
 
   @property
   def prompt_buckets(self) -> tuple[int, ...]:
-    """Padded prompt lengths, a multiple of the page each; few, because each is a compiled program."""
-    longest = self.pages_per_prompt * self.page_size
+    """Padded lengths of first pieces, a multiple of the page each; few, because each is a compiled program."""
+    longest = min(self.pages_per_prompt * self.page_size, self.prefill_chunk)
     shorter = [longest // 4 // self.page_size * self.page_size] if longest > self.page_size else []
     return tuple(sorted({longest, *(size for size in shorter if size)}))
 
@@ -109,6 +147,8 @@ class RowState(NamedTuple):
   sampling: RowSampling
   key: Any  # uint32 [M, 2], identity of the sample
   stop_ids: Any  # int32 [M, max_stop_ids], -1 where unused
+  controls: LogitControls | None  # None without logit_controls
+  counts: TokenCounts | None
 
 
 class DecodeState(NamedTuple):
@@ -117,7 +157,7 @@ class DecodeState(NamedTuple):
   prefix_k: jax.Array  # [L, pages, K, page_size, Dh]
   prefix_v: jax.Array
   prefix_logits: jax.Array  # float32 [entries, V], of each prompt's last token
-  suffix_k: jax.Array  # [L, suffix_blocks, M, K, suffix_block, Dh]
+  suffix_k: jax.Array  # [L, suffix_pages, K, suffix_page_size, Dh]
   suffix_v: jax.Array
   rows: RowState
 
@@ -127,15 +167,19 @@ class NewRows(NamedTuple):
 
   start: Any  # bool [M]
   entry: Any  # int32 [M], row of prefix_logits
-  prompt_length: Any  # int32 [M]
+  prefix_length: Any  # int32 [M]
   max_tokens: Any  # int32 [M]
+  forced: Any  # int32 [M], the first token where it is known already, -1 where it is to be sampled
   sampling: RowSampling
   key: Any  # uint32 [M, 2]
   stop_ids: Any  # int32 [M, max_stop_ids]
+  controls: LogitControls | None = None  # the three below only with logit_controls
+  prefix: Any = None  # int32 [M, max_prefix_tokens]
+  prompt_length: Any = None  # int32 [M], tokens of the prefix that were not sampled
 
 
 class Prefix(NamedTuple):
-  """Prefilled prompts."""
+  """Prefilled prompts, or pieces of prefixes."""
 
   k: jax.Array  # [L, B, P, K, Dh]
   v: jax.Array
@@ -152,9 +196,13 @@ class ResultTokens(NamedTuple):
   valid: jax.Array  # bool [N, M]
   finish: jax.Array  # int32 [M], state of each slot after the last step
   steps: jax.Array  # int32 [], steps done
+  top_ids: jax.Array | None  # int32 [N, M, max_top_log_probs], None where that is 0
+  top_log_probs: (
+    jax.Array | None
+  )  # float32 [N, M, max_top_log_probs], of the model at temperature 1
 
 
-def empty_rows(engine: EngineConfig) -> RowState:
+def empty_rows(engine: EngineConfig, vocab_size: int) -> RowState:
   """M idle rows."""
   m = engine.slots
 
@@ -173,6 +221,8 @@ def empty_rows(engine: EngineConfig) -> RowState:
     ),
     key=jnp.zeros((m, 2), jnp.uint32),
     stop_ids=jnp.full((m, engine.max_stop_ids), -1, jnp.int32),
+    controls=no_controls(m, engine.max_logit_bias) if engine.logit_controls else None,
+    counts=no_counts(vocab_size, m) if engine.logit_controls else None,
   )
 
 
@@ -181,12 +231,12 @@ def empty_state(config: ModelConfig, engine: EngineConfig) -> DecodeState:
   layers, kv, dim = config.num_layers, config.num_kv_heads, config.head_dim
   dtype = engine.compute_dtype
   prefix = (layers, engine.prefix_pages, kv, engine.page_size, dim)
-  suffix = (layers, engine.suffix_blocks, engine.slots, kv, engine.suffix_block, dim)
+  suffix = (layers, engine.suffix_pages, kv, engine.suffix_page_size, dim)
   return DecodeState(
     prefix_k=jnp.zeros(prefix, dtype),
     prefix_v=jnp.zeros(prefix, dtype),
     prefix_logits=jnp.zeros((engine.slots, config.vocab_size), jnp.float32),
     suffix_k=jnp.zeros(suffix, dtype),
     suffix_v=jnp.zeros(suffix, dtype),
-    rows=empty_rows(engine),
+    rows=empty_rows(engine, config.vocab_size),
   )

@@ -2,7 +2,11 @@
 
 Uses the decoder of models/ as it stands (scanned layers, one row per prompt). Attention is causal in blocks of queries,
 so that no score array grows with the square of a long prompt. Padding comes after the prompt and is seen by nobody.
+A long prefix comes in pieces of a fixed length: what a piece becomes does not depend on which pieces were stored before
+it was asked for, so reuse of stored ones changes no bit.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +71,106 @@ def prefill(
   hidden, (k, v) = decoder.hidden_states_and_aux(
     params.model, config, padded_tokens, positions, attend, compute_dtype=engine.compute_dtype
   )
+  return Prefix(k, v, _last_logits(config, params, hidden, true_length))
+
+
+def prefill_more(
+  config: ModelConfig,
+  engine: EngineConfig,
+  params: ServingParams,
+  prefix_k: jax.Array,
+  prefix_v: jax.Array,
+  padded_tokens: jax.Array,
+  true_length: jax.Array,
+  pages: jax.Array,
+  context: jax.Array,
+) -> Prefix:
+  """Runs the next pieces int32 [B, C] of prefixes whose `context` [B] tokens before lie in `pages` [B, N].
+
+  Whole pages of the context pass one after another through a float32 online softmax, as far as the longest context.
+  """
+  batch, length = padded_tokens.shape
+  positions = context[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+  size = engine.page_size
+  token = jnp.arange(size, dtype=jnp.int32)
+
+  def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array):
+    scaled = (q.astype(jnp.float32) * config.head_dim**-0.5).astype(q.dtype)
+    kv, ratio = k.shape[2], q.shape[2] // k.shape[2]
+    queries = scaled.reshape(batch, length, kv, ratio, -1).transpose(0, 2, 3, 1, 4)
+
+    def absorb_page(i: jax.Array, state: _Softmax) -> _Softmax:
+      keys, values = (table[layer, pages[:, i]] for table in (prefix_k, prefix_v))
+      at = i * size + token
+      seen = (at[None] < context[:, None])[:, None, :]
+      if config.sliding_window is not None:
+        seen = seen & (positions[:, :, None] - at[None, None, :] < config.sliding_window)
+      return _absorb(state, queries, keys, values, jnp.broadcast_to(seen, (batch, length, size)))
+
+    state = _empty(queries)
+    state = jax.lax.fori_loop(0, jnp.max(context) // size, absorb_page, state)
+    ages = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+    seen = ages >= 0
+    if config.sliding_window is not None:
+      seen = seen & (ages < config.sliding_window)
+    own = (x.transpose(0, 2, 1, 3) for x in (k, v))
+    state = _absorb(state, queries, *own, jnp.broadcast_to(seen[None], (batch, length, length)))
+    out = (state.values / state.total[..., None]).astype(q.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape), (k, v)
+
+  hidden, (k, v) = decoder.hidden_states_and_aux(
+    params.model,
+    config,
+    padded_tokens,
+    positions,
+    attend,
+    compute_dtype=engine.compute_dtype,
+    of_layers=jnp.arange(config.num_layers, dtype=jnp.int32),
+  )
+  return Prefix(k, v, _last_logits(config, params, hidden, true_length))
+
+
+class _Softmax(NamedTuple):
+  """Running softmax, float32: largest score and sum [B, K, R, T], weighted values [B, K, R, T, Dh]."""
+
+  largest: jax.Array
+  total: jax.Array
+  values: jax.Array
+
+
+def _empty(queries: jax.Array) -> _Softmax:
+  shape = queries.shape[:-1]
+  return _Softmax(
+    jnp.full(shape, _NEGATIVE, jnp.float32),
+    jnp.zeros(shape, jnp.float32),
+    jnp.zeros(queries.shape, jnp.float32),
+  )
+
+
+def _absorb(
+  state: _Softmax, queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array
+) -> _Softmax:
+  """Adds keys and values [B, K, S, Dh], seen bool [B, T, S], to the softmax of queries [B, K, R, T, Dh]."""
+  scores = jnp.einsum('bkrtd,bksd->bkrts', queries, keys, preferred_element_type=jnp.float32)
+  seen = seen[:, None, None]
+  scores = jnp.where(seen, scores, _NEGATIVE)
+  largest = jnp.maximum(state.largest, scores.max(-1))
+  # Where nothing was seen yet, largest is as low as the scores: their weights must be 0, not 1.
+  weights = jnp.where(seen, jnp.exp(scores - largest[..., None]), 0.0)
+  keep = jnp.exp(state.largest - largest)
+  weighted = jnp.einsum(
+    'bkrts,bksd->bkrtd', weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+  )
+  return _Softmax(
+    largest, state.total * keep + weights.sum(-1), state.values * keep[..., None] + weighted
+  )
+
+
+def _last_logits(
+  config: ModelConfig, params: ServingParams, hidden: jax.Array, true_length: jax.Array
+) -> jax.Array:
+  """Logits float32 [B, V] at the last of true_length [B] tokens of hidden [B, T, D]."""
+  batch = hidden.shape[0]
   last = jnp.take_along_axis(hidden, (true_length - 1)[:, None, None], axis=1)[:, 0]
   # A single row would take another matmul, with other rounding: a prompt's logits must not depend on its batch.
   last = jnp.pad(last, ((0, max(0, _LEAST_ROWS - batch)), (0, 0)))
@@ -76,4 +180,4 @@ def prefill(
     (((1,), (1,)), ((), ())),
     preferred_element_type=jnp.float32,
   )
-  return Prefix(k, v, logits[:batch])
+  return logits[:batch]

@@ -36,6 +36,27 @@ class FinishedSample:
   raw_log_probs_t: np.ndarray  # float32, of the model at temperature 1
   version_t: np.ndarray  # int32, weights version that made the token
   finish_reason: FinishReason
+  top_ids_t: np.ndarray | None = None  # int32 [T, sampling.top_log_probs], the likeliest tokens
+  top_log_probs_t: np.ndarray | None = None  # float32 like it, of the model at temperature 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartialSample:
+  """A half-done sample that moves: its tokens so far, and how its KV came to be.
+
+  Under weights `kv_version` another engine of the same sizes goes on to the same tokens and log-probs, bit for bit;
+  under others it computes the KV of all tokens anew.
+  """
+
+  request: GenerationRequest  # with a seed
+  tokens: np.ndarray  # int32 [T]
+  log_probs_t: np.ndarray  # float32 [T]
+  raw_log_probs_t: np.ndarray  # float32 [T]
+  version_t: np.ndarray  # int32 [T]
+  top_ids_t: np.ndarray | None = None  # int32 [T, K]
+  top_log_probs_t: np.ndarray | None = None  # float32 [T, K]
+  recomputed: int = 0  # tokens that were prefilled together with the prompt
+  kv_version: int = -1  # weights that made the KV, -1 where several did
 
 
 def check_request(request: GenerationRequest, model: ModelConfig, engine: EngineConfig) -> None:
@@ -55,6 +76,7 @@ def check_request(request: GenerationRequest, model: ModelConfig, engine: Engine
       'Use the tokenizer of this model.'
     )
   _check_sampling(sampling, engine)
+  _check_controls(sampling, model, engine)
 
 
 def _check_length(length: int, max_tokens: int, model: ModelConfig, engine: EngineConfig) -> None:
@@ -91,3 +113,66 @@ def _check_sampling(sampling: SamplingParams, engine: EngineConfig) -> None:
     raise ValueError(f'min_p must be in [0, 1] (0 is off), got {sampling.min_p}.')
   if any(not text for text in sampling.stop_strings):
     raise ValueError(f'stop_strings must not be empty, got {sampling.stop_strings!r}.')
+  if not 0 <= sampling.top_log_probs <= engine.max_top_log_probs:
+    raise ValueError(
+      f'top_log_probs must be in [0, {engine.max_top_log_probs}], got {sampling.top_log_probs}. '
+      'Raise EngineConfig.max_top_log_probs.'
+    )
+
+
+def _check_controls(sampling: SamplingParams, model: ModelConfig, engine: EngineConfig) -> None:
+  """Of what changes logits."""
+  if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+    raise ValueError(
+      f'min_tokens must be in [0, max_tokens={sampling.max_tokens}], got {sampling.min_tokens}.'
+    )
+  if not (math.isfinite(sampling.repetition_penalty) and sampling.repetition_penalty > 0):
+    raise ValueError(
+      f'repetition_penalty must be finite and > 0 (1 is off), got {sampling.repetition_penalty}.'
+    )
+  for name in ('presence_penalty', 'frequency_penalty'):
+    if not -2 <= getattr(sampling, name) <= 2:
+      raise ValueError(f'{name} must be in [-2, 2] (0 is off), got {getattr(sampling, name)}.')
+  for token, bias in sampling.logit_bias:
+    if not 0 <= token < model.vocab_size or not math.isfinite(bias):
+      raise ValueError(
+        f'logit_bias must map tokens in [0, {model.vocab_size}) to finite numbers, got {token}: {bias}.'
+      )
+  if engine.logit_controls and len(sampling.logit_bias) > engine.max_logit_bias:
+    raise ValueError(
+      f'{len(sampling.logit_bias)} tokens in logit_bias, but at most {engine.max_logit_bias} are allowed. '
+      'Raise EngineConfig.max_logit_bias.'
+    )
+  if changes_logits(sampling) and not engine.logit_controls:
+    raise ValueError(
+      'this engine was built without logit_controls, so min_tokens, penalties and logit_bias are off. '
+      'Set EngineConfig.logit_controls.'
+    )
+
+
+def changes_logits(sampling: SamplingParams) -> bool:
+  """Whether a request needs an engine with logit_controls."""
+  penalties = (sampling.presence_penalty, sampling.frequency_penalty)
+  return (
+    sampling.repetition_penalty != 1
+    or any(penalties)
+    or bool(sampling.logit_bias)
+    or sampling.min_tokens > 0
+  )
+
+
+def check_partial(partial: PartialSample, model: ModelConfig) -> None:
+  """Raises ValueError where a half-done sample cannot go on."""
+  tokens, most = partial.tokens, partial.request.sampling.max_tokens
+  if not len(tokens) < most:
+    raise ValueError(f'{len(tokens)} tokens of at most {most} are sampled: nothing is left to do.')
+  if len(tokens) and not (0 <= tokens.min() and tokens.max() < model.vocab_size):
+    raise ValueError(
+      f'tokens must be in [0, {model.vocab_size}), got {tokens.min()}..{tokens.max()}. '
+      'The sample is of another model.'
+    )
+  if not 0 <= partial.recomputed <= len(tokens):
+    raise ValueError(f'recomputed must be in [0, {len(tokens)}], got {partial.recomputed}.')
+  lengths = {len(partial.log_probs_t), len(partial.raw_log_probs_t), len(partial.version_t)}
+  if lengths != {len(tokens)}:
+    raise ValueError(f'{len(tokens)} tokens, but log-probs and versions of {sorted(lengths)}.')

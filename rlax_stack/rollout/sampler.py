@@ -33,6 +33,18 @@ class Sampled(NamedTuple):
   raw_log_prob: jax.Array  # float32 [M], of the model at temperature 1, unfiltered
 
 
+def raw_log_prob(logits: jax.Array, token: jax.Array) -> jax.Array:
+  """Log-probs float32 [M] of int32 token [M] under logits [V, M] at temperature 1."""
+  chosen = jnp.take_along_axis(logits, token[None], axis=0)[0]
+  return chosen - jax.nn.logsumexp(logits, axis=0)
+
+
+def top_log_probs(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+  """The `count` likeliest tokens of each column of logits [V, M]: ids int32 and log-probs float32, [M, count]."""
+  values, ids = jax.lax.top_k(logits.T, count)
+  return ids.astype(jnp.int32), values - jax.nn.logsumexp(logits, axis=0)[:, None]
+
+
 def _ordered(x: jax.Array) -> jax.Array:
   """int32 that sorts as the float does; its own inverse up to the cast."""
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)

@@ -109,7 +109,7 @@ class RolloutWorker:
         with self._turn:
           self._turn.wait_for(lambda: not self._guests)
           self._pull(parameter_server.latest())
-        more = self._lease_groups(coordinator, parameter_server, stop_event)
+        more = self._lease_groups(coordinator, parameter_server, stop_event, scorers)
         with self._turn:
           self._turn.wait_for(lambda: not self._guests)
           finished = self._scheduler.step()
@@ -145,7 +145,7 @@ class RolloutWorker:
 
   def _pull(self, snapshot: Any) -> None:
     """Takes newer weights between chunks."""
-    if snapshot is None or snapshot.version <= self._scheduler.version:
+    if snapshot is None or snapshot.version <= self._scheduler.newest_version:
       return
     start = time.perf_counter()
     self._scheduler.swap_params(snapshot.params, snapshot.version)
@@ -153,7 +153,11 @@ class RolloutWorker:
     self.stats.swap_s += time.perf_counter() - start
 
   def _lease_groups(
-    self, coordinator: Any, parameter_server: Any, stop_event: threading.Event
+    self,
+    coordinator: Any,
+    parameter_server: Any,
+    stop_event: threading.Event,
+    scorers: concurrent.futures.ThreadPoolExecutor,
   ) -> bool:
     """Leases while slots are free; returns whether more work may come."""
     while self._scheduler.free_capacity > 0 and not stop_event.is_set():
@@ -166,13 +170,17 @@ class RolloutWorker:
         self.stats.lease_wait_s += time.perf_counter() - start
       if not hasattr(answer, 'prompt'):  # Wait or Finished: both carry only a reason
         return not coordinator.is_finished
-      if not self._await_version(answer.min_version, parameter_server, stop_event):
+      if not self._await_version(answer.min_version, parameter_server, stop_event, scorers):
         return False
       self._start_group(answer)
     return True
 
   def _await_version(
-    self, version: int, parameter_server: Any, stop_event: threading.Event
+    self,
+    version: int,
+    parameter_server: Any,
+    stop_event: threading.Event,
+    scorers: concurrent.futures.ThreadPoolExecutor,
   ) -> bool:
     """Waits for weights that a lease asks for; False where the worker was stopped meanwhile."""
     while self._scheduler.version < version:
@@ -185,6 +193,9 @@ class RolloutWorker:
       with self._turn:
         self._turn.wait_for(lambda: not self._guests)
         self._pull(snapshot)
+        # Weights may wait for running samples to end (swap_mode 'drain').
+        finished = self._scheduler.step() if self._scheduler.version < version else []
+      self._take(finished, scorers)
     return True
 
   def _start_group(self, lease: Any) -> None:

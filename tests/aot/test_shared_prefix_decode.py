@@ -15,11 +15,9 @@ pytest.importorskip('libtpu')
 _PAGE, _BLOCK, _LAYERS, _PAGES = 128, 64, 4, 512
 
 
-def _step(slots, suffix_blocks, window, scaled, work):
-  sizes = {'suffix_blocks': suffix_blocks, 'suffix_block': _BLOCK, 'window': window}
-
-  def step(q, prefix_k, prefix_v, suffix_k, suffix_v, prefix_length, suffix_length):
-    items = decode_items(work, prefix_length, suffix_length, **sizes)
+def _step(window, scaled, work):
+  def step(q, prefix_k, prefix_v, suffix_k, suffix_v, prefix_length, suffix_length, pages):
+    items = decode_items(work, prefix_length, suffix_length, pages, page_size=_BLOCK, window=window)
     oldest = None if window is None else prefix_length + suffix_length - window
 
     def layer(index, q):
@@ -53,7 +51,7 @@ def _step(slots, suffix_blocks, window, scaled, work):
 )
 def test_groups_of_sixteen(generation, heads, dtype, window, make_tpu_mesh, compile_for):
   kv_heads, ratio, width = heads
-  slots, suffix_blocks, per_prompt = 64, 16, 2048 // _PAGE
+  slots, per_row, per_prompt = 64, 16, 2048 // _PAGE
   views = [
     PrefixView(pages=tuple(range(g * per_prompt, (g + 1) * per_prompt)), length=2048)
     for g in range(4)
@@ -64,11 +62,11 @@ def test_groups_of_sixteen(generation, heads, dtype, window, make_tpu_mesh, comp
   mesh = make_tpu_mesh(generation)
   q_dtype = dtype if dtype in (jnp.bfloat16, jnp.float32) else jnp.bfloat16
   prefix = ((_LAYERS, _PAGES, kv_heads, _PAGE, width), dtype, ())
-  suffix = ((_LAYERS, suffix_blocks, slots, kv_heads, _BLOCK, width), dtype, ())
+  suffix = ((_LAYERS, per_row * slots, kv_heads, _BLOCK, width), dtype, ())
   lengths = ((slots,), jnp.int32, ())
   compiled = compile_for(
     mesh,
-    _step(slots, suffix_blocks, window, q_dtype != dtype, jax.tree.map(np.asarray, work)),
+    _step(window, q_dtype != dtype, jax.tree.map(np.asarray, work)),
     q=((slots, kv_heads, ratio, width), q_dtype, ()),
     prefix_k=prefix,
     prefix_v=prefix,
@@ -76,6 +74,7 @@ def test_groups_of_sixteen(generation, heads, dtype, window, make_tpu_mesh, comp
     suffix_v=suffix,
     prefix_length=lengths,
     suffix_length=lengths,
+    pages=((slots, per_row), jnp.int32, ()),
   )
   assert 'tpu_custom_call' in compiled.as_text()
   assert dispatch.target_device(mesh).platform == 'tpu'

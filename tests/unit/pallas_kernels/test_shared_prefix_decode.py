@@ -30,6 +30,9 @@ _B = PrefixView(pages=(2,), length=4)
 _C = PrefixView(pages=(5, 4), length=5)
 _VIEWS = (_A, _B, _A, None, _A, _C, _A, _B, _A)
 _SUFFIX = np.array([1, 8, 3, 0, 5, 4, 2, 1, 7], np.int32)
+# Pages of the rows' own tokens lie anywhere.
+_SUFFIX_PAGES = np.random.default_rng(2).permutation(2 * _ROWS).reshape(_ROWS, 2).astype(np.int32)
+_OWN = (_SUFFIX, _SUFFIX_PAGES)
 _LIVE = [i for i, view in enumerate(_VIEWS) if view]
 
 
@@ -39,7 +42,7 @@ def _arrays(seed=0):
   def normal(*shape):
     return random.normal(size=shape).astype(np.float32)
 
-  prefix, suffix = (_LAYERS, 6, _KV, _PAGE, _DIM), (_LAYERS, 2, _ROWS, _KV, _BLOCK, _DIM)
+  prefix, suffix = (_LAYERS, 6, _KV, _PAGE, _DIM), (_LAYERS, 2 * _ROWS, _KV, _BLOCK, _DIM)
   return (
     normal(_ROWS, _HEADS, _DIM),
     normal(*prefix),
@@ -64,29 +67,32 @@ _STRICT = pltpu.InterpretParams(
 
 
 @functools.partial(jax.jit, static_argnames=('window', 'form', 'scale', 'soft_cap', 'mesh'))
-def _run(arrays, prefix_length, suffix_length, work, *, window, form, mesh=None, **options):
-  suffix_k = arrays[3]
-  sizes = {'suffix_blocks': suffix_k.shape[1], 'suffix_block': suffix_k.shape[4], 'mesh': mesh}
-  implementation = 'pallas' if form == 'pallas' else 'xla'
+def _run(arrays, prefix_length, suffix, work, *, window, form, mesh=None, **options):
   plan = plan_decode(
-    work, prefix_length, suffix_length, window=window, implementation=implementation, **sizes
+    work,
+    prefix_length,
+    *suffix,
+    suffix_page_size=arrays[3].shape[3],
+    window=window,
+    implementation='pallas' if form == 'pallas' else 'xla',
+    mesh=mesh,
   )
   return shared_prefix_decode(*arrays, plan, **options)
 
 
 @pytest.fixture(params=['xla', 'pallas'])
 def decode(request, monkeypatch):
-  """Function (arrays, prefix_length, suffix_length, work, **options); 'pallas' in interpret mode."""
+  """Function (arrays, prefix_length, (suffix_length, suffix_pages), work, **options); 'pallas' in interpret mode."""
   if request.param == 'pallas':
     state = shared_prefix_decode_tpu.softmax_state
     interpreted = functools.partial(state, interpret=True)
     monkeypatch.setattr(shared_prefix_decode_tpu, 'softmax_state', interpreted)
     monkeypatch.setattr('rlax_stack.pallas_kernels.dispatch.choose', lambda *a, **k: a[1])
 
-  def run(q, prefix_k, prefix_v, suffix_k, suffix_v, prefix_length, suffix_length, work, **options):
+  def run(q, prefix_k, prefix_v, suffix_k, suffix_v, prefix_length, suffix, work, **options):
     arrays = (q, prefix_k, prefix_v, suffix_k, suffix_v)
     options = {'window': None} | options
-    return _run(arrays, prefix_length, suffix_length, work, form=request.param, **options)
+    return _run(arrays, prefix_length, suffix, work, form=request.param, **options)
 
   yield run
   _run.clear_cache()
@@ -96,8 +102,8 @@ def decode(request, monkeypatch):
 @pytest.mark.parametrize('layer', [0, 1])
 def test_equals_reference(window, layer, decode):
   arrays = _arrays()
-  got = decode(*arrays, _prefix_length(), _SUFFIX, _work(), layer=layer, window=window)
-  want = shared_prefix_decode_reference(*arrays, _SUFFIX, _VIEWS, layer=layer, window=window)
+  got = decode(*arrays, _prefix_length(), _OWN, _work(), layer=layer, window=window)
+  want = shared_prefix_decode_reference(*arrays, *_OWN, _VIEWS, layer=layer, window=window)
   live = [i for i, view in enumerate(_VIEWS) if view]
   np.testing.assert_allclose(np.asarray(got)[live], want[live], atol=2e-6)
   assert np.isfinite(np.asarray(got)).all()
@@ -105,8 +111,8 @@ def test_equals_reference(window, layer, decode):
 
 def test_scale_is_applied(decode):
   arrays = _arrays()
-  got = decode(*arrays, _prefix_length(), _SUFFIX, _work(), scale=0.05)
-  want = shared_prefix_decode_reference(*arrays, _SUFFIX, _VIEWS, scale=0.05)
+  got = decode(*arrays, _prefix_length(), _OWN, _work(), scale=0.05)
+  want = shared_prefix_decode_reference(*arrays, *_OWN, _VIEWS, scale=0.05)
   np.testing.assert_allclose(np.asarray(got)[0], want[0], atol=2e-6)
 
 
@@ -114,8 +120,8 @@ def test_scale_is_applied(decode):
 def test_soft_cap_and_sinks_equal_reference(decode, window):
   arrays, sinks = _arrays(), np.linspace(-2, 2, _HEADS).astype(np.float32)
   options = {'window': window, 'soft_cap': 1.5, 'sinks': sinks}
-  got = decode(*arrays, _prefix_length(), _SUFFIX, _work(), **options)
-  want = shared_prefix_decode_reference(*arrays, _SUFFIX, _VIEWS, **options)
+  got = decode(*arrays, _prefix_length(), _OWN, _work(), **options)
+  want = shared_prefix_decode_reference(*arrays, *_OWN, _VIEWS, **options)
   np.testing.assert_allclose(np.asarray(got)[_LIVE], want[_LIVE], atol=2e-6)
 
 
@@ -129,21 +135,21 @@ def test_quantised_keys_and_values_are_scaled(decode, dtype):
   low = [jnp.asarray(np.rint(x) if dtype == jnp.int8 else x).astype(dtype) for x in low]
   exact = [np.asarray(x, np.float32) * s[..., None] for x, s in zip(low, scales, strict=True)]
   kv_scales = KVScales(*(s.astype(np.float32) for s in scales))
-  got = decode(q, *low, _prefix_length(), _SUFFIX, _work(), kv_scales=kv_scales)
-  want = shared_prefix_decode_reference(q, *exact, _SUFFIX, _VIEWS)
+  got = decode(q, *low, _prefix_length(), _OWN, _work(), kv_scales=kv_scales)
+  want = shared_prefix_decode_reference(q, *exact, *_OWN, _VIEWS)
   np.testing.assert_allclose(np.asarray(got)[_LIVE], want[_LIVE], atol=2e-5)
 
 
 def test_heads_over_tensor_equal_whole_ones(decode):
   mesh = sharding.make_mesh({'tensor': 2, 'data': 2}, jax.devices()[:4])
   arrays, sinks = _arrays(), jnp.linspace(-2, 2, _HEADS)
-  split = decode(*arrays, _prefix_length(), _SUFFIX, _work(), sinks=sinks, mesh=mesh)
-  whole = decode(*arrays, _prefix_length(), _SUFFIX, _work(), sinks=sinks)
+  split = decode(*arrays, _prefix_length(), _OWN, _work(), sinks=sinks, mesh=mesh)
+  whole = decode(*arrays, _prefix_length(), _OWN, _work(), sinks=sinks)
   np.testing.assert_allclose(split, whole, atol=1e-6)
   assert split.sharding.spec[1] == 'tensor'
   odd = sharding.make_mesh({'tensor': 4}, jax.devices()[:4])
   with pytest.raises(ConfigError, match='dimension 1 of the queries .* size 6'):
-    decode(*arrays, _prefix_length(), _SUFFIX, _work(), mesh=odd)
+    decode(*arrays, _prefix_length(), _OWN, _work(), mesh=odd)
 
 
 def test_rows_of_a_tree_read_common_pages_once(decode):
@@ -178,8 +184,9 @@ def test_rows_of_a_tree_read_common_pages_once(decode):
     (2, 0, 3, 0, 1),
   ]
   arrays = _arrays()
-  got = decode(*arrays, _prefix_length(views), suffix, work)
-  want = shared_prefix_decode_reference(*arrays, suffix, views)
+  own = (suffix, _SUFFIX_PAGES)
+  got = decode(*arrays, _prefix_length(views), own, work)
+  want = shared_prefix_decode_reference(*arrays, *own, views)
   live = [i for i, view in enumerate(views) if view]
   np.testing.assert_allclose(np.asarray(got)[live], want[live], atol=2e-6)
 
@@ -188,8 +195,8 @@ def test_rows_of_a_tree_read_common_pages_once(decode):
 def test_kernel_reads_nothing_uninitialised_out_of_bounds_or_in_a_race(window):
   q, *tables = (jnp.asarray(x) for x in _arrays())
   work = _work()
-  sizes = {'suffix_blocks': 2, 'suffix_block': _BLOCK, 'window': window}
-  items = jax.jit(functools.partial(decode_items, **sizes))(work, _prefix_length(), _SUFFIX)
+  sizes = {'page_size': _BLOCK, 'window': window}
+  items = jax.jit(functools.partial(decode_items, **sizes))(work, _prefix_length(), *_OWN)
   oldest = None if window is None else jnp.asarray(_prefix_length() + _SUFFIX - window)
   q4 = (q * _DIM**-0.5).reshape(_ROWS, _KV, -1, _DIM)
   none = (None, None)
@@ -202,21 +209,21 @@ def test_kernel_reads_nothing_uninitialised_out_of_bounds_or_in_a_race(window):
   )
   top, total, values = state(q4, (*prefix, *none), (*tables[2:], *none), work, items, 1, oldest)
   out = (values / jnp.where(total == 0, 1, total)[..., None]).reshape(q.shape)
-  want = shared_prefix_decode_reference(*_arrays(), _SUFFIX, _VIEWS, layer=1, window=window)
+  want = shared_prefix_decode_reference(*_arrays(), *_OWN, _VIEWS, layer=1, window=window)
   np.testing.assert_allclose(np.asarray(out)[_LIVE], want[_LIVE], atol=2e-6)
   assert np.isfinite(np.asarray(top)).all()
 
 
 def test_items_are_those_that_are_needed_in_the_order_of_their_blocks():
   work = _work()
-  items = decode_items(work, _prefix_length(), _SUFFIX, suffix_blocks=2, suffix_block=_BLOCK)
+  items = decode_items(work, _prefix_length(), *_OWN, page_size=_BLOCK)
   n = int(items.count)
   assert n == int(work.num_items) + int(sum(-(-_SUFFIX // _BLOCK)))
   assert (np.diff(np.asarray(items.block)[:n]) >= 0).all()
   suffix = [i for i in range(n) if int(items.kind[i]) == SUFFIX]
   lengths = {row: 0 for row in range(_ROWS)}
   for i in suffix:
-    row = int(items.suffix_page[i]) % _ROWS
+    row, _ = map(int, np.argwhere(_SUFFIX_PAGES == int(items.suffix_page[i]))[0])
     assert int(items.start[i]) == _prefix_length()[row] + lengths[row]
     assert int(items.first[i]) == work.row_index[row]
     lengths[row] += int(items.length[i])
@@ -226,16 +233,14 @@ def test_items_are_those_that_are_needed_in_the_order_of_their_blocks():
   for i in range(1, n):
     if kinds[i] == SUFFIX:
       assert pages[i] == pages[i - 1]
-  windowed = decode_items(
-    work, _prefix_length(), _SUFFIX, suffix_blocks=2, suffix_block=_BLOCK, window=1
-  )
+  windowed = decode_items(work, _prefix_length(), *_OWN, page_size=_BLOCK, window=1)
   assert int(windowed.count) == sum(view is not None for view in _VIEWS)
 
 
 def test_large_scores_stay_finite(decode):
   q, *rest = _arrays()
-  got = decode(q * 1e3, *rest, _prefix_length(), _SUFFIX, _work())
-  want = shared_prefix_decode_reference(q * 1e3, *rest, _SUFFIX, _VIEWS)
+  got = decode(q * 1e3, *rest, _prefix_length(), _OWN, _work())
+  want = shared_prefix_decode_reference(q * 1e3, *rest, *_OWN, _VIEWS)
   np.testing.assert_allclose(np.asarray(got)[0], want[0], atol=1e-5)
 
 
@@ -243,15 +248,15 @@ def test_rows_do_not_depend_on_their_place(decode):
   q, prefix_k, prefix_v, suffix_k, suffix_v = _arrays()
   order = np.random.default_rng(1).permutation(_ROWS)
   views = [_VIEWS[i] for i in order]
-  got = decode(q, prefix_k, prefix_v, suffix_k, suffix_v, _prefix_length(), _SUFFIX, _work())
+  got = decode(q, prefix_k, prefix_v, suffix_k, suffix_v, _prefix_length(), _OWN, _work())
   moved = decode(
     q[order],
     prefix_k,
     prefix_v,
-    suffix_k[:, :, order],
-    suffix_v[:, :, order],
+    suffix_k,
+    suffix_v,
     _prefix_length(views),
-    _SUFFIX[order],
+    (_SUFFIX[order], _SUFFIX_PAGES[order]),
     _work(views),
   )
   live = [i for i, row in enumerate(order) if _VIEWS[row]]
@@ -260,11 +265,9 @@ def test_rows_do_not_depend_on_their_place(decode):
 
 def test_bfloat16_keeps_float32_softmax(decode):
   arrays = tuple(x.astype(jnp.bfloat16) for x in _arrays())
-  got = decode(*arrays, _prefix_length(), _SUFFIX, _work())
+  got = decode(*arrays, _prefix_length(), _OWN, _work())
   assert got.dtype == jnp.bfloat16
-  want = shared_prefix_decode_reference(
-    *(np.asarray(x, np.float32) for x in arrays), _SUFFIX, _VIEWS
-  )
+  want = shared_prefix_decode_reference(*(np.asarray(x, np.float32) for x in arrays), *_OWN, _VIEWS)
   np.testing.assert_allclose(np.asarray(got, np.float32)[0], want[0], atol=3e-2)
 
 

@@ -33,7 +33,7 @@ SIZES = EngineConfig(
   max_new_tokens=24,
   chunk_steps=6,
   page_size=16,
-  suffix_block=8,
+  suffix_page_size=8,
   rows_per_block=4,
   prefill_tokens=64,
 )
@@ -51,8 +51,10 @@ def params(seed: int = 0):
   return jax.tree.map(lambda x: x if x.ndim < 2 else x * 3, random)
 
 
-def scheduler(*, run_seed: int = 0, decode_text=None, version: int = 0, of=engine) -> Scheduler:
-  made = Scheduler(of(), run_seed=run_seed, decode_text=decode_text)
+def scheduler(
+  *, run_seed: int = 0, decode_text=None, version: int = 0, of=engine, **options
+) -> Scheduler:
+  made = Scheduler(of(), run_seed=run_seed, decode_text=decode_text, **options)
   made.swap_params(params(), version)
   return made
 
@@ -81,7 +83,7 @@ def _logits(params, tokens):
 
 def full_logits(tokens: np.ndarray, weights=None) -> np.ndarray:
   """Logits [T, V] of a whole sequence by the plain decoder; padded to one length, so compiled once."""
-  padded = np.zeros(64, np.int32)
+  padded = np.zeros(128, np.int32)
   padded[: len(tokens)] = tokens
   logits = _logits(params() if weights is None else weights, padded)
   return np.asarray(logits, np.float64)[: len(tokens)]

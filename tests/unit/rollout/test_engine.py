@@ -25,12 +25,20 @@ def _new_rows(tiny, max_tokens):
   return NewRows(
     start=max_tokens > 0,
     entry=np.full(m, 1, np.int32),
-    prompt_length=np.full(m, _VIEW.length, np.int32),
+    prefix_length=np.full(m, _VIEW.length, np.int32),
     max_tokens=max_tokens,
+    forced=np.full(m, -1, np.int32),
     sampling=RowSampling(zeros, np.zeros(m, np.int32), zeros + 1, zeros),
     key=keys,
     stop_ids=np.full((m, tiny.SIZES.max_stop_ids), -1, np.int32),
   )
+
+
+def _free(tiny):
+  """Pages of all rows, one row's after another's, and no token forced."""
+  sizes = tiny.SIZES
+  pages = np.arange(sizes.suffix_pages, dtype=np.int32).reshape(sizes.slots, -1)
+  return pages, np.full((sizes.chunk_steps, sizes.slots), -1, np.int32)
 
 
 def _started(tiny, max_tokens):
@@ -58,7 +66,7 @@ def _started(tiny, max_tokens):
 
 def test_rows_share_one_prefix_and_get_the_same_greedy_tokens(tiny):
   engine, params, state, first, work = _started(tiny, [5, 5, 0, 5, 0, 0, 0, 5])
-  state, rest = engine.generate(params, state, work, version=7, steps=4)
+  state, rest = engine.generate(params, state, work, *_free(tiny), version=7, steps=4)
   live = [0, 1, 3, 7]
   tokens = np.concatenate([first.tokens, np.asarray(rest.tokens)[:4]])[:, live]
   assert (tokens == tokens[:, :1]).all()
@@ -73,13 +81,13 @@ def test_rows_share_one_prefix_and_get_the_same_greedy_tokens(tiny):
 def test_generate_ends_early(tiny):
   engine, params, state, first, work = _started(tiny, [2, 3, 6, 6, 0, 0, 0, 0])
   assert np.asarray(first.finish)[0] == RUNNING
-  state, one = engine.generate(params, state, work, version=0, steps=6, stop_after=1)
+  state, one = engine.generate(params, state, work, *_free(tiny), version=0, steps=6, stop_after=1)
   assert int(one.steps) == 1  # row 0 finished
-  state, two = engine.generate(params, state, work, version=0, steps=1)
+  state, two = engine.generate(params, state, work, *_free(tiny), version=0, steps=1)
   assert int(two.steps) == 1  # as many as asked for
-  state, rest = engine.generate(params, state, work, version=0, steps=6)
+  state, rest = engine.generate(params, state, work, *_free(tiny), version=0, steps=6)
   assert int(rest.steps) == 3  # rows 2 and 3 finished: nobody is left
-  state, none = engine.generate(params, state, work, version=0, steps=6)
+  state, none = engine.generate(params, state, work, *_free(tiny), version=0, steps=6)
   assert int(none.steps) == 0
   assert not np.asarray(none.valid).any()
 
@@ -87,7 +95,7 @@ def test_generate_ends_early(tiny):
 def test_released_row_is_no_longer_decoded(tiny):
   engine, params, state, _, work = _started(tiny, [6, 6, 0, 0, 0, 0, 0, 0])
   state = engine.free_resource(0, state)
-  _, result = engine.generate(params, state, work, version=0, steps=3)
+  _, result = engine.generate(params, state, work, *_free(tiny), version=0, steps=3)
   np.testing.assert_array_equal(np.asarray(result.valid)[:3].sum(0)[:2], [0, 3])
 
 
@@ -134,4 +142,4 @@ def test_kernels_that_are_absent_are_refused(tiny):
   _, params, state, _, work = _started(tiny, [3, 0, 0, 0, 0, 0, 0, 0])
   engine = Engine(tiny.MODEL, dataclasses.replace(tiny.SIZES, kernels='pallas'))
   with pytest.raises(ValueError, match="'pallas' of shared-prefix decode is absent: it is for TPU"):
-    engine.generate(params, state, work, version=0, steps=1)
+    engine.generate(params, state, work, *_free(tiny), version=0, steps=1)

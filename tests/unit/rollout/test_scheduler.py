@@ -55,7 +55,7 @@ def test_more_requests_than_slots_are_refilled_and_every_prompt_is_prefilled_onc
   assert [len(sample.tokens) for sample in done] == [r.sampling.max_tokens for r in requests]
   assert scheduler.stats.prefill_tokens == sum(len(tiny.request(g).prompt_tokens) for g in range(6))
   assert scheduler.stats.sampled_tokens == sum(r.sampling.max_tokens for r in requests)
-  assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_stored_prefixes) == (0, 0, 0)
+  assert (scheduler.num_running, scheduler.num_waiting, scheduler.pages_in_use) == (0, 0, (0, 0))
   assert not scheduler.has_work
 
 
@@ -163,7 +163,7 @@ def test_cancel_returns_what_there_is(tiny):
   (other,) = scheduler.generate_all([tiny.request(2, 0)])
   assert len(other.tokens) == 12
   assert [s.request.group_id for s in scheduler.step()] == [1]
-  assert scheduler.num_stored_prefixes == 0
+  assert scheduler.pages_in_use == (0, 0)
 
 
 def test_bad_requests_are_refused(tiny):

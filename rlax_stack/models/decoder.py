@@ -24,7 +24,7 @@ from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.rotary import rotate, rotation
 
 Params = dict[str, Any]
-Attend = Callable[[jax.Array, jax.Array, jax.Array], Any]
+Attend = Callable[..., Any]  # of queries, keys and values, and of what a layer has of its own
 
 _PRECISE_BLOCK = 64  # inputs summed at once where the highest precision is asked for
 

@@ -165,7 +165,7 @@ def _generate(
     drawn, token = _draw(logits, rows, rows.position + 1, forced[i])
     who = rows.active
     rows = _accept(rows, token, who)
-    if tops:
+    if result.top_ids is not None and result.top_log_probs is not None:
       ids, values = top_log_probs(logits, tops)
       result = result._replace(
         top_ids=result.top_ids.at[i].set(ids), top_log_probs=result.top_log_probs.at[i].set(values)

@@ -113,8 +113,10 @@ def prefill_more(
     seen = ages >= 0
     if config.sliding_window is not None:
       seen = seen & (ages < config.sliding_window)
-    own = (x.transpose(0, 2, 1, 3) for x in (k, v))
-    state = _absorb(state, queries, *own, jnp.broadcast_to(seen[None], (batch, length, length)))
+    keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    state = _absorb(
+      state, queries, keys, values, jnp.broadcast_to(seen[None], (batch, length, length))
+    )
     out = (state.values / state.total[..., None]).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape), (k, v)
 

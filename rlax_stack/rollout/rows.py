@@ -7,7 +7,7 @@ them, so it goes on to the same bits; under other weights the tokens join the pr
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,8 @@ class Sampled(NamedTuple):
 
   def part(self, which: slice) -> 'Sampled':
     """Some of the tokens."""
-    return Sampled._make(None if x is None else x[which] for x in self)
+    values: list[Any] = [None if x is None else x[which] for x in self]
+    return Sampled._make(values)
 
 
 def nothing() -> Sampled:
@@ -61,7 +62,7 @@ class Row:
     if not self.parts:
       return nothing()
     if len(self.parts) > 1:
-      joined = [
+      joined: list[Any] = [
         None if values[0] is None else np.concatenate(values)
         for values in zip(*self.parts, strict=True)
       ]
@@ -103,25 +104,18 @@ class Row:
     if request.sampling.seed is None:
       sampling = dataclasses.replace(request.sampling, seed=seed)
       request = dataclasses.replace(request, sampling=sampling)
+    fields: dict[str, Any] = sampled._asdict()
     return PartialSample(
-      request=request,
-      recomputed=self.recomputed,
-      kv_version=self.kv_version,
-      **sampled._asdict(),
+      request=request, recomputed=self.recomputed, kv_version=self.kv_version, **fields
     )
 
   def finished(self, reason: FinishReason) -> FinishedSample:
     """The sample as it is."""
     sampled = self.sampled
     tops = self.request.sampling.top_log_probs
-    if sampled.top_ids_t is None or sampled.top_log_probs_t is None or not tops:
-      top = {'top_ids_t': None, 'top_log_probs_t': None}
-    else:
-      top = {
-        'top_ids_t': sampled.top_ids_t[:, :tops],
-        'top_log_probs_t': sampled.top_log_probs_t[:, :tops],
-      }
-    fields = sampled._asdict() | top
+    fields: dict[str, Any] = sampled._asdict()
+    for name in ('top_ids_t', 'top_log_probs_t'):
+      fields[name] = fields[name][:, :tops] if tops and fields[name] is not None else None
     return FinishedSample(request=self.request, finish_reason=reason, **fields)
 
   def cut_at_stop_string(self, fresh: int, decode_text: Callable[[Sequence[int]], str]) -> bool:

@@ -44,20 +44,20 @@ def _prompts(length=7):
 class _Run:
   """A coordinator, a server and a worker in a thread."""
 
-  def __init__(self, tiny, length=7, greedy=False, **options):
+  def __init__(self, tiny, length=7, greedy=False, swap_mode='in_place', staleness=0, **options):
     prompts = _prompts(length)
     self.coordinator = Coordinator(
       lambda: next(prompts),
       group_size=_GROUP,
       groups_per_batch=_BATCH,
-      max_staleness=0,
+      max_staleness=staleness,
       lease_timeout_s=60.0,
       greedy=greedy,
     )
     self.server = ParameterServer()
     self.params = tiny.params
     self.worker = RolloutWorker(
-      Scheduler(tiny.engine()),
+      Scheduler(tiny.engine(), swap_mode=swap_mode),
       tokenizer=_Tokenizer(),
       score=_score,
       sampling=SamplingParams(max_tokens=8),
@@ -111,6 +111,25 @@ def test_on_policy_loop_delivers_whole_groups_of_the_published_version(tiny):
   assert run.error is None
   assert run.worker.stats.groups_delivered >= 6
   assert run.worker.scheduler.stats.sampled_tokens > 0
+
+
+@pytest.mark.parametrize('swap_mode', ['retract', 'drain'])
+def test_weights_that_come_while_samples_run(tiny, swap_mode):
+  """'drain': every sample is of one version. 'retract': later tokens are of the newer one. Groups are whole in both."""
+  with _Run(tiny, swap_mode=swap_mode, staleness=2) as run:
+    groups = []
+    for version in range(6):
+      run.publish(version)
+      groups += run.coordinator.next_batch(version, timeout_s=60.0)
+      run.coordinator.mark_trained(groups[-_BATCH:])
+  assert run.error is None and len(groups) == 6 * _BATCH
+  for trajectory in (t for group in groups for t in group.trajectories):
+    versions = trajectory.version_t[trajectory.source_t == Source.POLICY]
+    assert (np.diff(versions) >= 0).all()
+    if swap_mode == 'drain':
+      assert len(set(versions.tolist())) == 1
+  newest = max(t.version_t.max() for group in groups for t in group.trajectories)
+  assert newest >= 3  # staleness is at most 2: the weights did change
 
 
 def test_a_greedy_sample_is_drawn_beside_every_group(tiny):

@@ -213,6 +213,7 @@ def make_scheduler(config: RunConfig, model: LoadedModel) -> Scheduler:
     chunk_steps=rollout.decode_chunk,
     prefill_chunk=rollout.prefill_chunk,
     prefill_budget=rollout.prefill_budget,
+    max_draft=rollout.max_draft,
     logit_controls=changes_logits(train_sampling(config, ())),
     compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
     kernels=config.model.kernels,

@@ -84,6 +84,7 @@ class RolloutSection:
   kv_fraction: float
   prefill_chunk: int
   prefill_budget: int
+  max_draft: int
   swap_mode: str
 
 

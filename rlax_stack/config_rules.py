@@ -55,6 +55,7 @@ _NOT_NEGATIVE = (
   'rollout.min_p',
   'rollout.min_tokens',
   'rollout.prefill_chunk',
+  'rollout.max_draft',
   'learner.row_length',
   'learner.warmup_steps',
   'learner.weight_decay',
@@ -144,6 +145,12 @@ def _rollout_rules(config: RunConfig) -> Iterator[str]:
     yield (
       f'config.rollout.min_tokens={rollout.min_tokens} exceeds config.rollout.max_tokens='
       f'{rollout.max_tokens}. Lower it.'
+    )
+  changed = rollout.repetition_penalty != 1 or rollout.presence_penalty or rollout.frequency_penalty
+  if rollout.max_draft and (changed or rollout.min_tokens):
+    yield (
+      f'config.rollout.max_draft={rollout.max_draft} does not go with penalties or min_tokens, which follow token by '
+      'token. Set max_draft to 0 or those off.'
     )
   for name in ('presence_penalty', 'frequency_penalty'):
     value = getattr(rollout, name)

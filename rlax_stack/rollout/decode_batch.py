@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from rlax_stack.pallas_kernels.decode_work import WorkList, make_work_list
+from rlax_stack.rollout.drafts import next_wish, plan_columns, propose
 from rlax_stack.rollout.engine import Engine
 from rlax_stack.rollout.engine_state import LENGTH, RUNNING, STOPPED, ResultTokens
 from rlax_stack.rollout.new_rows import make_new_rows
@@ -20,9 +21,11 @@ from rlax_stack.rollout.prefiller import Prefiller
 from rlax_stack.rollout.prefix_table import PrefixKey, PrefixTable
 from rlax_stack.rollout.requests import FinishedSample
 from rlax_stack.rollout.rows import Row, Sampled
+from rlax_stack.rollout.speculation import Columns, Proposals
 from rlax_stack.rollout.suffix_pages import SuffixPages
 from rlax_stack.types import FinishReason
 
+_REST_CHUNKS = 8
 _REASONS = {STOPPED: FinishReason.STOP, LENGTH: FinishReason.LENGTH}
 
 
@@ -34,6 +37,8 @@ class SchedulerStats:
   prefill_padded_tokens: int = 0  # padding included
   sampled_tokens: int = 0
   replayed_tokens: int = 0  # fed again to rows that had lost their KV
+  drafted_tokens: int = 0  # proposed tokens that idle columns checked
+  accepted_tokens: int = 0  # of those, the ones that stood
   retracted_rows: int = 0  # times a row lost its slot before it was done
   decode_steps: int = 0
   chunks: int = 0
@@ -171,27 +176,66 @@ class DecodeBatch:
 
   def decode(self, steps: int, stop_after: int) -> list[FinishedSample]:
     """Up to `steps` steps of the started rows; `make_room` comes before. Returns the samples that ended."""
-    forced = np.full((self._sizes.chunk_steps, self._sizes.slots), -1, np.int32)
-    for slot, row in self.rows:
-      if row.started:
-        known = row.forced(steps)
-        forced[: len(known), slot] = known
+    proposals, wishes = self._proposals(steps)
+    columns = self._columns(wishes, steps)
+    limits = {'version': self.version, 'steps': steps, 'stop_after': stop_after}
     begin = time.perf_counter()
-    self._state, result = self._engine.generate(
-      self.params,
-      self._state,
-      self._work_list(),
-      self.pages.table.copy(),
-      forced,
-      version=self.version,
-      steps=steps,
-      stop_after=stop_after,
-    )
+    if columns is None:
+      inputs = (self._work_list(), self.pages.table.copy(), proposals.forced)
+      self._state, result = self._engine.generate(self.params, self._state, *inputs, **limits)
+    else:
+      inputs = (self._work_list(columns.owner), self.pages.table.copy(), columns, proposals)
+      self._state, result = self._engine.speculate(self.params, self._state, *inputs, **limits)
     result = jax.device_get(result)
     self._stats.decode_s += time.perf_counter() - begin
     self._stats.chunks += 1
     self._stats.decode_steps += int(result.steps)
-    return self._collect(result, forced)
+    if columns is not None:
+      self._count_drafts(result, columns)
+    return self._collect(result, proposals.forced)
+
+  def _proposals(self, steps: int) -> tuple[Proposals, dict[int, int]]:
+    """Next tokens of the rows that decode, and how many of them each wants checked at once."""
+    sizes, wishes = self._sizes, {}
+    shape = (sizes.chunk_steps * (sizes.max_draft + 1), sizes.slots)
+    forced, drafts = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
+    idle = any(row is None or not row.started for row in self._rows)
+    for slot, row in self.rows:
+      if not row.started:
+        continue
+      known = row.forced(shape[0])
+      forced[: len(known), slot] = known
+      wishes[slot] = 0
+      if sizes.max_draft and idle:
+        _try_again(row)
+        proposed = (
+          propose(row, shape[0] - len(known)) if row.wish else row.request.prompt_tokens[:0]
+        )
+        drafts[len(known) : len(known) + len(proposed), slot] = proposed
+        wish = sizes.max_draft if len(known) else row.wish
+        wishes[slot] = min(wish, sizes.max_draft, len(known) + len(proposed))
+    return Proposals(forced, drafts), wishes
+
+  def _columns(self, wishes: dict[int, int], steps: int) -> Columns | None:
+    """Who works for whom; None where no idle column has anything to check."""
+    for slot, row in self.rows:
+      most = min(row.left, row.fed + steps * (1 + wishes.get(slot, 0)))
+      if wishes.get(slot) and not self.pages.grow(slot, most):
+        wishes[slot] = 0  # its pages are short: one token at a time
+    if not any(wishes.values()):
+      return None
+    return plan_columns(wishes, slots=self._sizes.slots, width=self._sizes.max_draft + 1)
+
+  def _count_drafts(self, result: ResultTokens, columns: Columns) -> None:
+    valid = result.valid.reshape(self._sizes.chunk_steps, -1, self._sizes.slots)
+    for slot, row in self.rows:
+      columns_at_once = int((columns.of_row[slot, 1:] < self._sizes.slots).sum())
+      if row.started and columns_at_once:
+        offered = columns_at_once * int(valid[:, 0, slot].sum())
+        accepted = int(valid[:, 1:, slot].sum())
+        row.wish = next_wish(row.wish, offered, accepted, most=self._sizes.max_draft)
+        self._stats.drafted_tokens += offered
+        self._stats.accepted_tokens += accepted
 
   def warm_up(self, *, follows: bool) -> None:
     """Compiles every program on nothing; `follows` says whether prefixes may have more than one piece."""
@@ -207,6 +251,13 @@ class DecodeBatch:
       version=self.version,
       steps=1,
     )
+    if self._sizes.max_draft:
+      proposals, wishes = self._proposals(1)
+      columns = plan_columns(wishes, slots=self._sizes.slots, width=self._sizes.max_draft + 1)
+      inputs = (self._work_list(columns.owner), self.pages.table.copy(), columns, proposals)
+      self._state, result = self._engine.speculate(
+        self.params, self._state, *inputs, version=self.version, steps=1
+      )
     idle = [slot for slot, row in enumerate(self._rows) if row is None]
     for slot in idle[:1]:
       self._state = self._engine.free_resource(slot, self._state)
@@ -219,8 +270,11 @@ class DecodeBatch:
       if not row.started and row.piece is not None and row.piece.ready
     }
 
-  def _work_list(self) -> WorkList:
+  def _work_list(self, owner: np.ndarray | None = None) -> WorkList:
+    """What every column reads; `owner` says for which row it works, its own slot's by default."""
     views = [row.piece.view if row and row.started and row.piece else None for row in self._rows]
+    if owner is not None:
+      views = [views[slot] for slot in owner]
     return make_work_list(
       views,
       page_size=self._sizes.page_size,
@@ -229,15 +283,15 @@ class DecodeBatch:
     )
 
   def _collect(self, result: ResultTokens, forced: np.ndarray) -> list[FinishedSample]:
-    """Adds a result's tokens to their rows and ends the rows that are done; `forced` [N, M] are not new."""
+    """Adds a result's tokens to their rows and ends the rows that are done; `forced` [K, M] are not new."""
     finished = []
     values = (result.tokens, result.log_probs, result.raw_log_probs, result.versions)
     values = (*values, result.top_ids, result.top_log_probs)
-    steps = result.valid.shape[0]
-    new = result.valid & (forced[:steps] < 0)
     for slot in np.flatnonzero(result.valid.any(0)).tolist():
-      row, fresh = self._row(slot), new[:, slot]
-      taken, count = int(result.valid[:, slot].sum()), int(fresh.sum())
+      row, places = self._row(slot), np.flatnonzero(result.valid[:, slot])
+      known = int((forced[:, slot] >= 0).sum())
+      taken, fresh = len(places), places[known:]
+      count = len(fresh)
       row.fed += taken
       self._stats.sampled_tokens += count
       self._stats.replayed_tokens += taken - count
@@ -269,3 +323,10 @@ class DecodeBatch:
     if row is None:
       raise ValueError(f'slot {slot} is free, but the engine answered for it. This is a defect.')
     return row
+
+
+def _try_again(row: Row) -> None:
+  """A row whose proposals failed asks for one again after a while: its text may have begun to repeat."""
+  row.rest = row.rest + 1 if row.wish == 0 else 0
+  if row.rest >= _REST_CHUNKS:
+    row.wish, row.rest = 1, 0

@@ -13,17 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlax_stack import rng
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.pallas_kernels.decode_work import WorkList
 from rlax_stack.pallas_kernels.shared_prefix_decode import plan_decode, shared_prefix_decode
-from rlax_stack.rollout import logit_controls, serving
 from rlax_stack.rollout import prefill as prefill_lib
+from rlax_stack.rollout import serving, speculation
 from rlax_stack.rollout.engine_state import (
-  LENGTH,
-  RUNNING,
-  STOPPED,
   DecodeState,
   EngineConfig,
   NewRows,
@@ -32,42 +28,9 @@ from rlax_stack.rollout.engine_state import (
   RowState,
   empty_state,
 )
-from rlax_stack.rollout.sampler import Sampled, raw_log_prob, sample, top_log_probs
+from rlax_stack.rollout.row_steps import accept, draw, start_rows
+from rlax_stack.rollout.sampler import top_log_probs
 from rlax_stack.rollout.serving import ServingParams
-
-
-def _draw(
-  logits: jax.Array, rows: RowState, position: jax.Array, forced: jax.Array
-) -> tuple[Sampled, jax.Array]:
-  """Samples at int32 position [M] from logits [V, M]; also what rows take: `forced` [M] where that is >= 0."""
-  uniforms = rng.token_uniforms(rows.key, position)
-  if rows.controls is None or rows.counts is None:
-    drawn = sample(logits, uniforms, rows.sampling)
-  else:
-    adjusted = logit_controls.adjust(
-      logits, rows.controls, rows.counts, count=rows.count, stop_ids=rows.stop_ids
-    )
-    drawn = sample(adjusted, uniforms, rows.sampling)
-    drawn = drawn._replace(raw_log_prob=raw_log_prob(logits, drawn.token))
-  return drawn, jnp.where(forced >= 0, forced, drawn.token)
-
-
-def _accept(rows: RowState, token: jax.Array, who: jax.Array) -> RowState:
-  """Rows `who` [M] take a token at the position after their newest one."""
-  advance = who.astype(jnp.int32)
-  count = rows.count + advance
-  stopped = jnp.any(rows.stop_ids == token[:, None], axis=1)
-  finish = jnp.where(stopped, STOPPED, jnp.where(count >= rows.max_tokens, LENGTH, RUNNING))
-  finish = jnp.where(who, finish, rows.finish).astype(jnp.int32)
-  counts = None if rows.counts is None else logit_controls.count_token(rows.counts, token, who)
-  return rows._replace(
-    token=jnp.where(who, token, rows.token),
-    counts=counts,
-    position=rows.position + advance,
-    count=count,
-    finish=finish,
-    active=jnp.where(who, finish == RUNNING, rows.active),
-  )
 
 
 def _logits(
@@ -162,9 +125,9 @@ def _generate(
     current = state._replace(rows=rows, suffix_k=suffix_k, suffix_v=suffix_v)
     logits, suffix_k, suffix_v = _logits(config, engine, params, current, work, suffix_pages)
     i = result.steps
-    drawn, token = _draw(logits, rows, rows.position + 1, forced[i])
+    drawn, token = draw(logits, rows, rows.position + 1, forced[i])
     who = rows.active
-    rows = _accept(rows, token, who)
+    rows = accept(rows, token, who)
     if result.top_ids is not None and result.top_log_probs is not None:
       ids, values = top_log_probs(logits, tops)
       result = result._replace(
@@ -183,53 +146,6 @@ def _generate(
   carry = (state.rows, state.suffix_k, state.suffix_v, result)
   rows, suffix_k, suffix_v, result = jax.lax.while_loop(going, step, carry)
   return state._replace(rows=rows, suffix_k=suffix_k, suffix_v=suffix_v), result
-
-
-def _start_rows(
-  engine: EngineConfig,
-  prefix_logits: jax.Array,
-  rows: RowState,
-  new: NewRows,
-  version: jax.Array,
-) -> tuple[RowState, ResultTokens]:
-  """Starts rows and draws their first tokens from their prefixes' stored logits."""
-  values = rows._replace(
-    position=new.prefix_length - 1,
-    count=jnp.zeros_like(rows.count),
-    max_tokens=new.max_tokens,
-    sampling=new.sampling,
-    key=new.key,
-    stop_ids=new.stop_ids,
-    controls=new.controls,
-  )
-
-  def pick(value: jax.Array, old: jax.Array) -> jax.Array:
-    return jnp.where(new.start.reshape((-1,) + (1,) * (old.ndim - 1)), value, old)
-
-  counts = rows.counts
-  values, rows = values._replace(counts=None), rows._replace(counts=None)
-  rows = jax.tree.map(pick, values, rows)
-  if counts is not None:
-    counts = logit_controls.start_counts(
-      counts, new.prefix, new.prefix_length, new.prompt_length, new.start
-    )
-  rows = rows._replace(counts=counts)
-  logits = prefix_logits[new.entry].T
-  drawn, token = _draw(logits, rows, new.prefix_length, new.forced)
-  tops = engine.max_top_log_probs
-  ids, of_ids = top_log_probs(logits, tops) if tops else (None, None)
-  rows = _accept(rows, token, new.start)
-  return rows, ResultTokens(
-    tokens=token[None],
-    log_probs=drawn.log_prob[None],
-    raw_log_probs=drawn.raw_log_prob[None],
-    versions=jnp.full_like(token, version)[None],
-    valid=new.start[None],
-    finish=rows.finish,
-    steps=jnp.int32(1),
-    top_ids=None if ids is None else ids[None],
-    top_log_probs=None if of_ids is None else of_ids[None],
-  )
 
 
 def _store_prefix(
@@ -260,8 +176,12 @@ class Engine:
     self._prefill = jax.jit(functools.partial(prefill_lib.prefill, config, engine_config))
     self._store = jax.jit(functools.partial(_store_prefix, engine_config), donate_argnums=1)
     self._prefill_more = jax.jit(functools.partial(prefill_lib.prefill_more, config, engine_config))
-    self._start = jax.jit(functools.partial(_start_rows, engine_config), donate_argnums=1)
+    self._start = jax.jit(functools.partial(start_rows, engine_config), donate_argnums=1)
     self._generate = jax.jit(functools.partial(_generate, config, engine_config), donate_argnums=1)
+    forward = functools.partial(_logits, config, engine_config)
+    self._speculate = jax.jit(
+      functools.partial(speculation.speculate, forward, engine_config), donate_argnums=1
+    )
     self._release = jax.jit(lambda active, slot: active.at[slot].set(False), donate_argnums=0)
     self._fuse = jax.jit(functools.partial(serving.fuse_layer, dtype=engine_config.compute_dtype))
 
@@ -373,6 +293,27 @@ class Engine:
     """
     scalars = (np.int32(version), np.int32(steps), np.int32(stop_after))
     return self._generate(params, decode_state, work, suffix_pages, forced, *scalars)
+
+  def speculate(
+    self,
+    params: ServingParams,
+    decode_state: DecodeState,
+    work: WorkList,
+    suffix_pages: np.ndarray,
+    columns: speculation.Columns,
+    proposals: speculation.Proposals,
+    *,
+    version: int,
+    steps: int,
+    stop_after: int = 0,
+  ) -> tuple[DecodeState, ResultTokens]:
+    """As `generate`, with idle columns that check proposed tokens: up to max_draft + 1 tokens per row and step.
+
+    `work` lists what columns read, `suffix_pages` what rows have. The result holds chunk_steps * (max_draft + 1)
+    entries per row, in the order of its tokens.
+    """
+    scalars = (np.int32(version), np.int32(steps), np.int32(stop_after))
+    return self._speculate(params, decode_state, work, suffix_pages, columns, proposals, *scalars)
 
   def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
     """Stops a row; its tokens so far stay with whoever read them."""

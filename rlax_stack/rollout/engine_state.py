@@ -37,6 +37,7 @@ class EngineConfig:
   two decode chunks at most, so that long prompts do not hold up the rows that decode. max_stop_ids: stop tokens per
   request. logit_controls: whether requests may change logits (biases, penalties, min_tokens). max_logit_bias: biased
   tokens per request then. max_top_log_probs: likeliest tokens per position that a request may ask for.
+  max_draft: proposed tokens of a row that idle columns check in one step (speculation.py); 0 checks none.
   compute_dtype: of weights, activations and KV; softmax and log-probs are float32 always.
   kernels: form of the kernels, 'auto', 'pallas' or 'xla'.
   """
@@ -57,6 +58,7 @@ class EngineConfig:
   logit_controls: bool = False
   max_logit_bias: int = 16
   max_top_log_probs: int = 0
+  max_draft: int = 0
   compute_dtype: Any = jnp.float32
   kernels: str = 'auto'
 
@@ -84,6 +86,11 @@ class EngineConfig:
     if chunk % page:
       raise ConfigError(
         f'EngineConfig.prefill_chunk={chunk} must be a multiple of page_size={page}.'
+      )
+    if self.max_draft and self.logit_controls:
+      raise ConfigError(
+        f'EngineConfig.max_draft={self.max_draft} does not go with logit_controls, whose counts follow token by '
+        'token. Set one of them off.'
       )
     per_sample = -(-self.max_new_tokens // own_page)
     own_pages = self.suffix_pages or self.slots * per_sample

@@ -19,6 +19,9 @@ class GenerationRequest:
   sample_index: int
   prompt_tokens: np.ndarray  # int32 [P], P >= 1
   sampling: SamplingParams
+  draft_tokens: np.ndarray | None = (
+    None  # int32 [D], what the sample may turn out to be; changes no token
+  )
 
   @property
   def identity(self) -> tuple[int, int]:

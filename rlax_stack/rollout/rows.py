@@ -50,6 +50,8 @@ class Row:
   fed: int = 0  # tokens after the prefix that the device has
   piece: Piece | None = None
   started: bool = False
+  wish: int = 4  # proposed tokens that it wants checked at once
+  rest: int = 0  # chunks since it wanted any
 
   @property
   def length(self) -> int:

@@ -1,0 +1,98 @@
+"""What happens to rows between the logits: they draw, take a token, and start (inside jit)."""
+
+import jax
+import jax.numpy as jnp
+
+from rlax_stack import rng
+from rlax_stack.rollout import logit_controls
+from rlax_stack.rollout.engine_state import (
+  LENGTH,
+  RUNNING,
+  STOPPED,
+  EngineConfig,
+  NewRows,
+  ResultTokens,
+  RowState,
+)
+from rlax_stack.rollout.sampler import Sampled, raw_log_prob, sample, top_log_probs
+
+
+def draw(
+  logits: jax.Array, rows: RowState, position: jax.Array, forced: jax.Array
+) -> tuple[Sampled, jax.Array]:
+  """Samples at int32 position [M] from logits [V, M]; also what rows take: `forced` [M] where that is >= 0."""
+  uniforms = rng.token_uniforms(rows.key, position)
+  if rows.controls is None or rows.counts is None:
+    drawn = sample(logits, uniforms, rows.sampling)
+  else:
+    adjusted = logit_controls.adjust(
+      logits, rows.controls, rows.counts, count=rows.count, stop_ids=rows.stop_ids
+    )
+    drawn = sample(adjusted, uniforms, rows.sampling)
+    drawn = drawn._replace(raw_log_prob=raw_log_prob(logits, drawn.token))
+  return drawn, jnp.where(forced >= 0, forced, drawn.token)
+
+
+def accept(rows: RowState, token: jax.Array, who: jax.Array) -> RowState:
+  """Rows `who` [M] take a token at the position after their newest one."""
+  advance = who.astype(jnp.int32)
+  count = rows.count + advance
+  stopped = jnp.any(rows.stop_ids == token[:, None], axis=1)
+  finish = jnp.where(stopped, STOPPED, jnp.where(count >= rows.max_tokens, LENGTH, RUNNING))
+  finish = jnp.where(who, finish, rows.finish).astype(jnp.int32)
+  counts = None if rows.counts is None else logit_controls.count_token(rows.counts, token, who)
+  return rows._replace(
+    token=jnp.where(who, token, rows.token),
+    counts=counts,
+    position=rows.position + advance,
+    count=count,
+    finish=finish,
+    active=jnp.where(who, finish == RUNNING, rows.active),
+  )
+
+
+def start_rows(
+  engine: EngineConfig,
+  prefix_logits: jax.Array,
+  rows: RowState,
+  new: NewRows,
+  version: jax.Array,
+) -> tuple[RowState, ResultTokens]:
+  """Starts rows and draws their first tokens from their prefixes' stored logits."""
+  values = rows._replace(
+    position=new.prefix_length - 1,
+    count=jnp.zeros_like(rows.count),
+    max_tokens=new.max_tokens,
+    sampling=new.sampling,
+    key=new.key,
+    stop_ids=new.stop_ids,
+    controls=new.controls,
+  )
+
+  def pick(value: jax.Array, old: jax.Array) -> jax.Array:
+    return jnp.where(new.start.reshape((-1,) + (1,) * (old.ndim - 1)), value, old)
+
+  counts = rows.counts
+  values, rows = values._replace(counts=None), rows._replace(counts=None)
+  rows = jax.tree.map(pick, values, rows)
+  if counts is not None:
+    counts = logit_controls.start_counts(
+      counts, new.prefix, new.prefix_length, new.prompt_length, new.start
+    )
+  rows = rows._replace(counts=counts)
+  logits = prefix_logits[new.entry].T
+  drawn, token = draw(logits, rows, new.prefix_length, new.forced)
+  tops = engine.max_top_log_probs
+  ids, of_ids = top_log_probs(logits, tops) if tops else (None, None)
+  rows = accept(rows, token, new.start)
+  return rows, ResultTokens(
+    tokens=token[None],
+    log_probs=drawn.log_prob[None],
+    raw_log_probs=drawn.raw_log_prob[None],
+    versions=jnp.full_like(token, version)[None],
+    valid=new.start[None],
+    finish=rows.finish,
+    steps=jnp.int32(1),
+    top_ids=None if ids is None else ids[None],
+    top_log_probs=None if of_ids is None else of_ids[None],
+  )

@@ -44,6 +44,7 @@ FREE_KEYS = (
   'steps',
   'checkpoint',
   'eval',
+  'serve',
   'observe',
   'fleet.batch_timeout_s',
   'fleet.lease_timeout_s',
@@ -202,10 +203,10 @@ def make_coordinator(config: RunConfig, iterator: PromptIterator) -> Coordinator
   )
 
 
-def make_scheduler(config: RunConfig, model: LoadedModel) -> Scheduler:
-  """The rollout engine with its scheduler, sized by config.rollout."""
+def engine_sizes(config: RunConfig) -> EngineConfig:
+  """The static sizes of the rollout engine."""
   rollout = config.rollout
-  sizes = EngineConfig(
+  return EngineConfig(
     slots=rollout.slots,
     max_prompt_tokens=rollout.max_prompt_tokens,
     max_new_tokens=rollout.max_tokens,
@@ -213,9 +214,12 @@ def make_scheduler(config: RunConfig, model: LoadedModel) -> Scheduler:
     compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
     kernels=config.model.kernels,
   )
-  return Scheduler(
-    Engine(model.config, sizes), run_seed=config.seed, decode_text=model.tokenizer.decode
-  )
+
+
+def make_scheduler(config: RunConfig, model: LoadedModel) -> Scheduler:
+  """The rollout engine with its scheduler, sized by config.rollout."""
+  engine = Engine(model.config, engine_sizes(config))
+  return Scheduler(engine, run_seed=config.seed, decode_text=model.tokenizer.decode)
 
 
 def make_worker(config: RunConfig, model: LoadedModel, chain: RewardChain) -> RolloutWorker:

@@ -155,6 +155,23 @@ class EvalSection:
 
 
 @_frozen
+class ServeSection:
+  """The serving endpoint: where it listens and what it refuses."""
+
+  host: str
+  port: int
+  grpc_port: int
+  token_variable: str
+  max_waiting: int
+  max_connections: int
+  max_body_bytes: int
+  request_timeout_s: float
+  io_timeout_s: float
+  drain_timeout_s: float
+  follow_s: float
+
+
+@_frozen
 class ObserveSection:
   """What a person sees."""
 
@@ -180,6 +197,7 @@ class RunConfig:
   fleet: FleetSection
   checkpoint: CheckpointSection
   eval: EvalSection
+  serve: ServeSection
   observe: ObserveSection
 
 

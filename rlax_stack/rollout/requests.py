@@ -13,12 +13,17 @@ from rlax_stack.types import FinishReason, SamplingParams
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-  """One sample to draw. (group_id, sample_index) identifies it and its randomness."""
+  """One sample to draw. (group_id, sample_index) identifies it and, unless `rng_group_id` is given, its randomness.
+
+  With `rng_group_id` the random numbers are those of (rng_group_id, sample_index): the same sample can be drawn again
+  under another identity.
+  """
 
   group_id: int
   sample_index: int
   prompt_tokens: np.ndarray  # int32 [P], P >= 1
   sampling: SamplingParams
+  rng_group_id: int | None = None
 
   @property
   def identity(self) -> tuple[int, int]:

@@ -153,7 +153,8 @@ def main(argv: Sequence[str]) -> int:
 
   def ready(port: int) -> None:
     host = f'[{section.host}]' if ':' in section.host else section.host
-    print(f'Serving {config.name} (version {version}) on http://{host}:{port}/v1', flush=True)
+    wire = f', gRPC on {host}:{section.grpc_port}' if section.grpc_port else ''
+    print(f'Serving {config.name} (version {version}) on http://{host}:{port}/v1{wire}', flush=True)
 
   asyncio.run(_run(endpoint, following, ready))
   return 0

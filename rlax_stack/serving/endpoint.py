@@ -5,7 +5,7 @@ import contextlib
 import ipaddress
 import math
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import uvicorn
 
@@ -17,6 +17,7 @@ from rlax_stack.rollout.engine_state import EngineConfig
 from rlax_stack.rollout.scheduler import Scheduler
 from rlax_stack.serving.bridge import EngineBridge
 from rlax_stack.serving.connection import guarded_protocol
+from rlax_stack.serving.grpc_server import make_grpc_server
 from rlax_stack.serving.http_server import HttpApi
 from rlax_stack.serving.metrics import ServingMetrics
 from rlax_stack.serving.openai_requests import Served
@@ -144,24 +145,41 @@ class Endpoint:
       ready: called with the port of HTTP when requests are answered.
 
     Raises:
+      ConfigError: the port of gRPC is taken.
       FleetError: the engine died.
     """
     section, self._loop = self._section, asyncio.get_running_loop()
     with self._listener as listener:
-      self.bridge.start()
-      server = _Uvicorn(self._uvicorn_config())
-      serving = asyncio.create_task(server.serve(sockets=[listener]))
-      stopping = asyncio.create_task(self._stop.wait())
-      try:
-        ready(listener.getsockname()[1])
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
-        await serving
-      finally:
-        stopping.cancel()
-        await asyncio.to_thread(self.bridge.stop, section.drain_timeout_s)
+      async with self._grpc_server():
+        self.bridge.start()
+        server = _Uvicorn(self._uvicorn_config())
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+          ready(listener.getsockname()[1])
+          await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+          server.should_exit = True
+          await serving
+        finally:
+          stopping.cancel()
+      await asyncio.to_thread(self.bridge.stop, section.drain_timeout_s)
     if self.bridge.failure is not None:
       raise FleetError('the engine has stopped; the log says why.') from self.bridge.failure
+
+  @contextlib.asynccontextmanager
+  async def _grpc_server(self) -> AsyncIterator[None]:
+    """Serves gRPC meanwhile, where the config wants it."""
+    if not self._section.grpc_port:
+      yield
+      return
+    server = make_grpc_server(
+      self.served, self.bridge, self.metrics, section=self._section, token=self._token
+    )
+    await server.start()
+    try:
+      yield
+    finally:
+      await server.stop(self._section.drain_timeout_s)
 
   def _uvicorn_config(self) -> uvicorn.Config:
     section = self._section

@@ -71,11 +71,12 @@ def serve_config(toy_arguments, long_model):
 
 
 @contextlib.contextmanager
-def running(config, **arguments):
-  """Runs an endpoint in a thread; yields it with its address."""
+def running(config, prepare=lambda endpoint: None, **arguments):
+  """Runs an endpoint in a thread, after `prepare(endpoint)`; yields it with its address."""
   endpoint, version = serve.make_endpoint(
     config, **{'checkpoint': None, 'token': None, **arguments}
   )
+  prepare(endpoint)
   ports, errors = [], []
   up = threading.Event()
 

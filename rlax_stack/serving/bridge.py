@@ -21,7 +21,7 @@ from absl import logging
 from rlax_stack.errors import FleetError
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.rollout.engine_state import EngineConfig
-from rlax_stack.rollout.progress import progress
+from rlax_stack.rollout.progress import Partial, progress
 from rlax_stack.rollout.requests import FinishedSample, GenerationRequest, check_request
 from rlax_stack.rollout.scheduler import Scheduler
 from rlax_stack.serving.ticket import Ticket, Update
@@ -242,7 +242,7 @@ class EngineBridge:
     if any(t.streaming or t.times.admitted_s is None for t, _ in self._running.values()):
       for identity, partial in progress(self._scheduler).items():
         ticket, index = self._running[identity]
-        news.setdefault(ticket, []).append(Update(index, *partial, finish_reason=None))
+        news.setdefault(ticket, []).append(_so_far(index, partial))
     for ticket, updates in news.items():
       if ticket.times.admitted_s is None:
         ticket.times.admitted_s = max(start_s, ticket.times.arrived_s)
@@ -259,6 +259,17 @@ class EngineBridge:
       for ticket in ended:
         took_s = now - (ticket.times.admitted_s or now)
         self._sample_s += (took_s - self._sample_s) * (0.1 if self._sample_s else 1.0)
+
+
+def _so_far(index: int, partial: Partial) -> Update:
+  return Update(
+    index,
+    partial.tokens,
+    partial.log_probs_t,
+    partial.raw_log_probs_t,
+    partial.version_t,
+    None,
+  )
 
 
 def _ended(index: int, sample: FinishedSample) -> Update:

@@ -57,7 +57,11 @@ def make_grpc_server(
   orchestrator = Orchestrator(
     served, bridge, metrics, token=token, io_timeout_s=section.io_timeout_s
   )
+  longest_ms = int(section.request_timeout_s * 1000)
   options = (
+    # What a client does not read is let go of when its connection ends; no connection lives for ever.
+    ('grpc.max_connection_age_ms', longest_ms),
+    ('grpc.max_connection_age_grace_ms', longest_ms),
     ('grpc.max_receive_message_length', section.max_body_bytes),
     ('grpc.server_handshake_timeout_ms', int(section.io_timeout_s * 1000)),
     ('grpc.so_reuseport', 0),
@@ -130,6 +134,7 @@ class Orchestrator:
         async with asyncio.timeout(self._io_timeout_s):
           await context.write(decoded.response(updates))
     except TimeoutError:
+      self._bridge.cancel(ticket)  # first: the status can be sent only when the client reads again
       await self._abort(
         context, grpc.StatusCode.DEADLINE_EXCEEDED, 'slow', 'the client stopped reading.'
       )

@@ -35,10 +35,10 @@ def grpc_server(serve_config, replaced, run_endpoint):
 
 
 @contextlib.contextmanager
-def stubs(server, token=TOKEN):
+def stubs(server, token=TOKEN, options=()):
   """The methods of a plain channel: `decode(request, timeout)` and `health()`."""
   metadata = (('authorization', f'Bearer {token}'),) if token else ()
-  with grpc.insecure_channel(server.grpc_address) as channel:
+  with grpc.insecure_channel(server.grpc_address, options) as channel:
     decode = channel.unary_stream(
       '/jetstream_proto.Orchestrator/Decode',
       request_serializer=lambda message: message.SerializeToString(),
@@ -191,6 +191,21 @@ def test_deadlines_and_clients_that_leave_free_their_slots(grpc_server):
   while refused(grpc_server, 'client_gone') < gone + 1:
     assert time.monotonic() < deadline
     time.sleep(0.01)
+
+
+def test_a_reader_that_stops_reading_is_given_up(grpc_server):
+  idle(grpc_server)
+  before = refused(grpc_server, 'slow')
+  little = (('grpc.http2.lookahead_bytes', 1024), ('grpc.http2.bdp_probe', 0))
+  with stubs(grpc_server, options=little) as (decode, health):
+    call = decode(endless(num_samples=4))
+    next(call)
+    idle(grpc_server)
+    assert refused(grpc_server, 'slow') == before + 1
+    assert health().is_live
+    with pytest.raises(grpc.RpcError) as caught:
+      list(call)
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def test_overload_is_resource_exhausted_and_a_large_message_is_refused(grpc_server):

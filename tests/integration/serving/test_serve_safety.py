@@ -10,10 +10,13 @@ import socket
 import time
 
 import httpx2 as httpx
+import jax
+import numpy as np
 import openai
 import pytest
 
 from rlax_stack.errors import ConfigError, FleetError
+from rlax_stack.models.load import load_model
 from rlax_stack.serving.endpoint import check_token
 
 LONG = {'model': 'toy', 'prompt': 'sky', 'max_tokens': 8000, 'stop_token_ids': [], 'seed': 1}
@@ -298,12 +301,22 @@ def test_requests_on_their_way_are_answered_when_the_server_is_told_to_stop(
       httpx.get(server.url)
 
 
-def test_a_dead_engine_ends_the_server_with_its_error(serve_config, run_endpoint):
+def test_broken_weights_are_an_error_and_a_dead_engine_ends_the_server(
+  serve_config, run_endpoint, long_model
+):
   with run_endpoint(serve_config()) as server:
+    broken = jax.tree.map(lambda x: x * np.nan, load_model(long_model).params)
+    server.bridge.swap_params(broken, 1)
+    for stream in (False, True):  # a number that is no number cannot be told, and is not invented
+      body = {**SHORT, 'stream': stream}
+      answer = httpx.post(f'{server.url}/completions', json=body, timeout=30)
+      text = answer.text.removeprefix('data: ').split('\n')[0]
+      assert json.loads(text)['error']['code'] == 'internal'
+      assert answer.status_code == (200 if stream else 500)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
       answer = pool.submit(httpx.post, f'{server.url}/completions', json=LONG, timeout=30)
       wait_for(lambda: server.bridge.in_flight == 1)
-      server.bridge.swap_params({'not': 'weights'}, 1)
+      server.bridge.swap_params({'not': 'weights'}, 2)
       assert error_of(answer.result(), 503)['code'] == 'engine_stopped'
     server.thread.join(20)
     assert [type(error) for error in server.errors] == [FleetError]

@@ -241,8 +241,9 @@ class EngineBridge:
       news.setdefault(ticket, []).append(_ended(index, sample))
     if any(t.streaming or t.times.admitted_s is None for t, _ in self._running.values()):
       for identity, partial in progress(self._scheduler).items():
-        ticket, index = self._running[identity]
-        news.setdefault(ticket, []).append(_so_far(index, partial))
+        if len(partial.tokens):
+          ticket, index = self._running[identity]
+          news.setdefault(ticket, []).append(_so_far(index, partial))
     for ticket, updates in news.items():
       if ticket.times.admitted_s is None:
         ticket.times.admitted_s = max(start_s, ticket.times.arrived_s)

@@ -120,6 +120,19 @@ def get_config():
   config.eval.pass_at = (1,)  # k of pass@k; the largest needs as many samples
   config.eval.correct_at = 1.0  # first verifier's score that counts as correct
 
+  config.serve = ConfigDict()  # python -m rlax_stack.serve
+  config.serve.host = '127.0.0.1'  # any but a loopback address needs a token
+  config.serve.port = 8000  # of HTTP; 0 takes a free one
+  config.serve.grpc_port = 0  # of JetStream's wire; 0 = off
+  config.serve.token_variable = 'RLAX_SERVE_TOKEN'  # environment variable that holds the token
+  config.serve.max_waiting = 256  # samples admitted beyond the slots; more get 429
+  config.serve.max_connections = 512  # open at a time; more get 503
+  config.serve.max_body_bytes = 1048576  # of a request; larger ones get 413
+  config.serve.request_timeout_s = 600.0  # from arrival to the last token, else 504
+  config.serve.io_timeout_s = 10.0  # for a request to arrive, and for a client that stops reading
+  config.serve.drain_timeout_s = 10.0  # for requests on their way when the server is told to stop
+  config.serve.follow_s = 0.0  # seconds between looks for a newer checkpoint; 0 = off
+
   config.observe = ConfigDict()
   config.observe.progress = 'auto'  # auto (live on a terminal) | live | plain | off
   config.observe.tensorboard = True  # write event files

@@ -45,6 +45,7 @@ FREE_KEYS = (
   'steps',
   'checkpoint',
   'eval',
+  'serve',
   'observe',
   'fleet.batch_timeout_s',
   'fleet.lease_timeout_s',
@@ -203,10 +204,10 @@ def make_coordinator(config: RunConfig, iterator: PromptIterator) -> Coordinator
   )
 
 
-def make_scheduler(config: RunConfig, model: LoadedModel) -> Scheduler:
-  """The rollout engine with its scheduler, sized by config.rollout."""
+def engine_sizes(config: RunConfig) -> EngineConfig:
+  """The static sizes of the rollout engine."""
   rollout = config.rollout
-  sizes = EngineConfig(
+  return EngineConfig(
     slots=rollout.slots,
     max_prompt_tokens=rollout.max_prompt_tokens,
     max_new_tokens=rollout.max_tokens,
@@ -219,11 +220,16 @@ def make_scheduler(config: RunConfig, model: LoadedModel) -> Scheduler:
     kernels=config.model.kernels,
   )
   pages = max(sizes.pages_per_sample, math.ceil(rollout.kv_fraction * sizes.suffix_pages))
+  return dataclasses.replace(sizes, suffix_pages=pages)
+
+
+def make_scheduler(config: RunConfig, model: LoadedModel) -> Scheduler:
+  """The rollout engine with its scheduler, sized by config.rollout."""
   return Scheduler(
-    Engine(model.config, dataclasses.replace(sizes, suffix_pages=pages)),
+    Engine(model.config, engine_sizes(config)),
     run_seed=config.seed,
     decode_text=model.tokenizer.decode,
-    swap_mode=rollout.swap_mode,
+    swap_mode=config.rollout.swap_mode,
   )
 
 

@@ -164,6 +164,23 @@ class EvalSection:
 
 
 @_frozen
+class ServeSection:
+  """The serving endpoint: where it listens and what it refuses."""
+
+  host: str
+  port: int
+  grpc_port: int
+  token_variable: str
+  max_waiting: int
+  max_connections: int
+  max_body_bytes: int
+  request_timeout_s: float
+  io_timeout_s: float
+  drain_timeout_s: float
+  follow_s: float
+
+
+@_frozen
 class ObserveSection:
   """What a person sees."""
 
@@ -189,6 +206,7 @@ class RunConfig:
   fleet: FleetSection
   checkpoint: CheckpointSection
   eval: EvalSection
+  serve: ServeSection
   observe: ObserveSection
 
 

@@ -44,6 +44,10 @@ _POSITIVE = (
   'fleet.batch_timeout_s',
   'checkpoint.keep',
   'eval.samples',
+  'serve.max_connections',
+  'serve.max_body_bytes',
+  'serve.request_timeout_s',
+  'serve.io_timeout_s',
 )
 
 _NOT_NEGATIVE = (
@@ -63,6 +67,9 @@ _NOT_NEGATIVE = (
   'checkpoint.every_steps',
   'eval.every_steps',
   'eval.temperature',
+  'serve.max_waiting',
+  'serve.drain_timeout_s',
+  'serve.follow_s',
   'observe.samples_per_step',
 )
 
@@ -114,6 +121,7 @@ def _combinations(config: RunConfig) -> Iterator[str]:
   yield from objective_problems(config)
   yield from _learner_rules(config)
   yield from _eval_rules(config)
+  yield from _serve_rules(config)
 
 
 def _name_rules(config: RunConfig) -> Iterator[str]:
@@ -183,3 +191,15 @@ def _eval_rules(config: RunConfig) -> Iterator[str]:
         f'config.eval.pass_at holds {k}, but config.eval.samples={config.eval.samples}: pass@k needs '
         f'at least k samples and k of 1 or more.'
       )
+
+
+def _serve_rules(config: RunConfig) -> Iterator[str]:
+  serve = config.serve
+  for name in ('port', 'grpc_port'):
+    if not 0 <= getattr(serve, name) < 65536:
+      yield f'config.serve.{name} must be from 0 to 65535, got {getattr(serve, name)}.'
+  if serve.port and serve.port == serve.grpc_port:
+    yield f'config.serve.port and grpc_port are both {serve.port}. Give each its own.'
+  for name in ('host', 'token_variable'):
+    if not getattr(serve, name):
+      yield f'config.serve.{name} is empty. Set it as in configs/base.py.'

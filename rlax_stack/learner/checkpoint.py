@@ -207,6 +207,11 @@ def load_checkpoint_params(directory: str | pathlib.Path, step: int | None = Non
   return params
 
 
+def newest_step(directory: str | pathlib.Path) -> int:
+  """The newest committed step in the directory of a `Checkpointer`; CheckpointError where there is none."""
+  return int(_commit(pathlib.Path(directory).absolute(), None).name)
+
+
 def load_checkpoint_critic(source: str | pathlib.Path) -> Any:
   """The parameters of a critic that an earlier run saved, as numpy arrays.
 

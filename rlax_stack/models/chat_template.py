@@ -5,6 +5,7 @@ templates then fall back to a fixed date, so that a prompt has the same tokens t
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
 
@@ -24,31 +25,37 @@ _FAULTS = (
 )
 
 
+Turn = Message | Mapping[str, Any]
+
+
 def render_chat(
   template: str,
-  messages: Sequence[Message],
+  messages: Sequence[Turn],
   *,
   add_generation_prompt: bool = True,
   special_tokens: Mapping[str, str],
+  tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
   """The text that the model's template makes of the messages.
 
   Args:
     template: Jinja source.
-    messages: the turns so far.
+    messages: the turns so far; a mapping reaches the template as it is (role, content, tool_calls ...).
     add_generation_prompt: ends with the opening of the assistant's turn.
+    tools: what the model may call, as the template wants it; none leaves the variable undefined.
     special_tokens: further variables, such as bos_token and eos_token.
 
   Raises:
     ModelFileError: a template that is malformed, refuses the messages, or breaks out of the sandbox
       or of its budget.
   """
-  turns = [{'role': message.role, 'content': message.content} for message in messages]
-  variables = {
+  variables: dict[str, Any] = {
     **special_tokens,
-    'messages': turns,
+    'messages': [_fields(message) for message in messages],
     'add_generation_prompt': add_generation_prompt,
   }
+  if tools:
+    variables['tools'] = [dict(tool) for tool in tools]
   try:
     return render(template, variables)
   except jinja2.TemplateError as error:
@@ -62,7 +69,14 @@ def render_chat(
     ) from error
 
 
-def render_plain(messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+def _fields(message: Turn) -> dict[str, Any]:
+  if isinstance(message, Message):
+    return {'role': message.role, 'content': message.content}
+  return dict(message)
+
+
+def render_plain(messages: Sequence[Turn], *, add_generation_prompt: bool = True) -> str:
   """For a model without a template: one `Role: content` line each, then `Assistant:`."""
-  lines = [f'{message.role.capitalize()}: {message.content}\n' for message in messages]
+  turns = [_fields(message) for message in messages]
+  lines = [f'{turn["role"].capitalize()}: {turn["content"]}\n' for turn in turns]
   return ''.join(lines) + ('Assistant:' if add_generation_prompt else '')

@@ -13,9 +13,8 @@ import numpy as np
 import tokenizers
 
 from rlax_stack.errors import ModelFileError
-from rlax_stack.models.chat_template import render_chat, render_plain
+from rlax_stack.models.chat_template import Turn, render_chat, render_plain
 from rlax_stack.models.json_file import read_bytes, read_json_object
-from rlax_stack.types import Message
 
 _TOKENIZER_LIMIT = 256 * 2**20  # bytes; the largest published have about 33 MB
 _CONFIG_LIMIT = 16 * 2**20
@@ -88,12 +87,23 @@ class Tokenizer:
     """The token of a vocabulary spelling, or None."""
     return self._backend.token_to_id(piece)
 
-  def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+  def render_chat(
+    self,
+    messages: Sequence[Turn],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
+  ) -> str:
     """The text of a chat, by the model's template, or `Role: content` lines where it has none.
 
     Raises:
-      ModelFileError: the template refuses the messages, or is hostile.
+      ModelFileError: the template refuses the messages, does not know tools, or is hostile.
     """
+    if tools and 'tools' not in (self.chat_template or ''):
+      raise ModelFileError(
+        'chat template: this model has no place for tools. Describe them in a message, or use a '
+        'model whose template takes tools.'
+      )
     if self.chat_template is None:
       text = render_plain(messages, add_generation_prompt=add_generation_prompt)
       if self._add_bos and self.bos_id is not None:
@@ -104,13 +114,19 @@ class Tokenizer:
       messages,
       add_generation_prompt=add_generation_prompt,
       special_tokens=self._special_tokens(),
+      tools=tools,
     )
 
   def encode_chat(
-    self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    self,
+    messages: Sequence[Turn],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
   ) -> np.ndarray:
     """Tokens of a chat, int32 [T]; see `render_chat`."""
-    return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+    text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+    return self.encode(text)
 
   def save(self, path: pathlib.Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and generation_config.json there."""

@@ -33,7 +33,9 @@ def make_new_rows(engine: EngineConfig, starting: Mapping[int, Row], *, run_seed
     sampling.temperature[slot], sampling.top_k[slot] = wish.temperature, wish.top_k
     sampling.top_p[slot], sampling.min_p[slot] = wish.top_p, wish.min_p
     seed = run_seed if wish.seed is None else wish.seed
-    new.key[slot] = rng.sample_key_data(seed, row.request.group_id, row.request.sample_index)
+    request = row.request
+    group = request.group_id if request.rng_group_id is None else request.rng_group_id
+    new.key[slot] = rng.sample_key_data(seed, group, request.sample_index)
     new.stop_ids[slot, : len(wish.stop_token_ids)] = wish.stop_token_ids
     if new.controls is not None:
       _set_controls(new.controls, slot, wish, recomputed=row.recomputed)

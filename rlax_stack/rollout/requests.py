@@ -13,7 +13,11 @@ from rlax_stack.types import FinishReason, SamplingParams
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-  """One sample to draw. (group_id, sample_index) identifies it and its randomness."""
+  """One sample to draw. (group_id, sample_index) identifies it and, unless `rng_group_id` is given, its randomness.
+
+  With `rng_group_id` the random numbers are those of (rng_group_id, sample_index): the same sample can be drawn again
+  under another identity.
+  """
 
   group_id: int
   sample_index: int
@@ -22,6 +26,7 @@ class GenerationRequest:
   draft_tokens: np.ndarray | None = (
     None  # int32 [D], what the sample may turn out to be; changes no token
   )
+  rng_group_id: int | None = None
 
   @property
   def identity(self) -> tuple[int, int]:

@@ -26,6 +26,15 @@ ROOMS_BELOW = {
   'data': {'pallas_kernels', 'objectives', 'rewards'},
   'environments': {'pallas_kernels', 'objectives', 'rewards'},
   'rollout': {'pallas_kernels', 'objectives', 'rewards', 'models', 'data', 'environments'},
+  'serving': {
+    'pallas_kernels',
+    'objectives',
+    'rewards',
+    'models',
+    'data',
+    'environments',
+    'rollout',
+  },
   'learner': {'pallas_kernels', 'objectives', 'rewards', 'models', 'data', 'environments'},
   'fleet': set(),  # is handed the engine, the learner and the verifiers; launch.py wires them
   'observe': set(),

@@ -144,6 +144,12 @@ def test_missing_and_mistyped_fields_are_named():
     ({'objective__trust_region': 'ppo_clip(delta_low=2)'}, 'delta_low .* from 0 to 1, got 2'),
     ({'rewards__max_failure_fraction': 1.5}, 'from 0 to 1'),
     ({'checkpoint__every_steps': -1}, '0 or more, got -1'),
+    ({'serve__port': 70000}, 'port must be from 0 to 65535, got 70000'),
+    ({'serve__grpc_port': 8000}, 'port and grpc_port are both 8000'),
+    ({'serve__host': ''}, 'serve.host is empty'),
+    ({'serve__token_variable': ''}, 'token_variable is empty'),
+    ({'serve__io_timeout_s': 0.0}, 'io_timeout_s must be above 0'),
+    ({'serve__max_waiting': -1}, 'max_waiting must be 0 or more'),
   ],
 )
 def test_bad_values_and_combinations_are_refused(changes, message):

@@ -43,6 +43,18 @@ def test_common_features_of_published_templates():
   assert _render(template) == '<user>|HiTrue{"a": "<é>"}user+assistanta_bx,y4assistantFalse'
 
 
+def test_mappings_and_tools_reach_the_template_as_they_are():
+  template = (
+    '{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}'
+    '{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}'
+  )
+  call = {'role': 'assistant', 'content': '', 'tool_calls': [{'function': {'name': 'f'}}]}
+  tool = {'type': 'function', 'function': {'name': 'f'}}
+  text = render_chat(template, [*_MESSAGES, call], special_tokens={}, tools=[tool])
+  assert text == 'f;HiHello{"name": "f"}'
+  assert _render('{{ tools is defined }}') == 'False'
+
+
 def test_a_template_may_refuse_the_messages():
   with pytest.raises(ModelFileError, match='roles must alternate'):
     _render('{{ raise_exception("roles must alternate") }}')
@@ -126,6 +138,10 @@ def test_budget_is_fresh_for_each_rendering():
   template = '{% for i in range(10000) %}{% endfor %}done'
   for _ in range(6):
     assert _render(template) == 'done'
+
+
+def test_plain_rendering_of_mappings():
+  assert render_plain([{'role': 'user', 'content': 'Hi'}]) == 'User: Hi\nAssistant:'
 
 
 def test_plain_rendering_without_a_template():

@@ -204,10 +204,11 @@ def make_coordinator(config: RunConfig, iterator: PromptIterator) -> Coordinator
   )
 
 
-def engine_sizes(config: RunConfig) -> EngineConfig:
-  """The static sizes of the rollout engine."""
+def engine_sizes(config: RunConfig, *, serving: bool = False) -> EngineConfig:
+  """The static sizes of the rollout engine; `serving` makes room for all that requests of an endpoint may ask for."""
   rollout = config.rollout
-  return EngineConfig(
+  controls = changes_logits(train_sampling(config, ())) or (serving and not rollout.max_draft)
+  sizes = EngineConfig(
     slots=rollout.slots,
     max_prompt_tokens=rollout.max_prompt_tokens,
     max_new_tokens=rollout.max_tokens,
@@ -215,7 +216,9 @@ def engine_sizes(config: RunConfig) -> EngineConfig:
     prefill_chunk=rollout.prefill_chunk,
     prefill_budget=rollout.prefill_budget,
     max_draft=rollout.max_draft,
-    logit_controls=changes_logits(train_sampling(config, ())),
+    logit_controls=controls,
+    max_logit_bias=300 if serving else 16,
+    max_top_log_probs=20 if serving else 0,
     compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
     kernels=config.model.kernels,
   )
@@ -223,10 +226,10 @@ def engine_sizes(config: RunConfig) -> EngineConfig:
   return dataclasses.replace(sizes, suffix_pages=pages)
 
 
-def make_scheduler(config: RunConfig, model: LoadedModel) -> Scheduler:
-  """The rollout engine with its scheduler, sized by config.rollout."""
+def make_scheduler(config: RunConfig, model: LoadedModel, *, serving: bool = False) -> Scheduler:
+  """The rollout engine with its scheduler, sized by config.rollout; see `engine_sizes`."""
   return Scheduler(
-    Engine(model.config, engine_sizes(config)),
+    Engine(model.config, engine_sizes(config, serving=serving)),
     run_seed=config.seed,
     decode_text=model.tokenizer.decode,
     swap_mode=config.rollout.swap_mode,

@@ -56,13 +56,13 @@ def make_endpoint(
     listener = undo.enter_context(endpoint_lib.bind(section.host, section.port))
     model, params, version = _load(config, checkpoint)
     loaded_s = time.monotonic()
-    scheduler = assembly.make_scheduler(config, model)
+    scheduler = assembly.make_scheduler(config, model, serving=True)
     scheduler.swap_params(params, version)
     scheduler.warm_up()
     endpoint = endpoint_lib.Endpoint(
       scheduler,
       model=model.config,
-      sizes=assembly.engine_sizes(config),
+      sizes=assembly.engine_sizes(config, serving=True),
       tokenizer=model.tokenizer,
       name=config.name,
       defaults=sources.train_sampling(config, model.tokenizer.stop_token_ids),

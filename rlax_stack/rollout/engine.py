@@ -28,8 +28,7 @@ from rlax_stack.rollout.engine_state import (
   RowState,
   empty_state,
 )
-from rlax_stack.rollout.row_steps import accept, draw, start_rows
-from rlax_stack.rollout.sampler import top_log_probs
+from rlax_stack.rollout.row_steps import accept, draw, likeliest, start_rows
 from rlax_stack.rollout.serving import ServingParams
 
 
@@ -128,8 +127,8 @@ def _generate(
     drawn, token = draw(logits, rows, rows.position + 1, forced[i])
     who = rows.active
     rows = accept(rows, token, who)
+    ids, values = likeliest(engine, logits, rows)
     if result.top_ids is not None and result.top_log_probs is not None:
-      ids, values = top_log_probs(logits, tops)
       result = result._replace(
         top_ids=result.top_ids.at[i].set(ids), top_log_probs=result.top_log_probs.at[i].set(values)
       )

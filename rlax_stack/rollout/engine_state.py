@@ -154,6 +154,7 @@ class RowState(NamedTuple):
   sampling: RowSampling
   key: Any  # uint32 [M, 2], identity of the sample
   stop_ids: Any  # int32 [M, max_stop_ids], -1 where unused
+  top_log_probs: Any  # int32 [M], how many of the likeliest tokens are wanted
   controls: LogitControls | None  # None without logit_controls
   counts: TokenCounts | None
 
@@ -180,6 +181,7 @@ class NewRows(NamedTuple):
   sampling: RowSampling
   key: Any  # uint32 [M, 2]
   stop_ids: Any  # int32 [M, max_stop_ids]
+  top_log_probs: Any  # int32 [M]
   controls: LogitControls | None = None  # the three below only with logit_controls
   prefix: Any = None  # int32 [M, max_prefix_tokens]
   prompt_length: Any = None  # int32 [M], tokens of the prefix that were not sampled
@@ -228,6 +230,7 @@ def empty_rows(engine: EngineConfig, vocab_size: int) -> RowState:
     ),
     key=jnp.zeros((m, 2), jnp.uint32),
     stop_ids=jnp.full((m, engine.max_stop_ids), -1, jnp.int32),
+    top_log_probs=zeros(jnp.int32),
     controls=no_controls(m, engine.max_logit_bias) if engine.logit_controls else None,
     counts=no_counts(vocab_size, m) if engine.logit_controls else None,
   )

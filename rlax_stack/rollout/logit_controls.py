@@ -47,6 +47,17 @@ def no_counts(vocab_size: int, rows: int) -> TokenCounts:
   return TokenCounts(jnp.zeros(shape, jnp.bool_), jnp.zeros(shape, jnp.int16))
 
 
+def are_on(controls: LogitControls) -> jax.Array:
+  """Which rows, bool [M], have controls that change anything."""
+  return (
+    (controls.min_tokens > 0)
+    | (controls.repetition != 1)
+    | (controls.presence != 0)
+    | (controls.frequency != 0)
+    | jnp.any(controls.bias_ids >= 0, axis=1)
+  )
+
+
 def adjust(
   logits: jax.Array,
   controls: LogitControls,

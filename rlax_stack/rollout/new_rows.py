@@ -37,6 +37,7 @@ def make_new_rows(engine: EngineConfig, starting: Mapping[int, Row], *, run_seed
     group = request.group_id if request.rng_group_id is None else request.rng_group_id
     new.key[slot] = rng.sample_key_data(seed, group, request.sample_index)
     new.stop_ids[slot, : len(wish.stop_token_ids)] = wish.stop_token_ids
+    new.top_log_probs[slot] = wish.top_log_probs
     if new.controls is not None:
       _set_controls(new.controls, slot, wish, recomputed=row.recomputed)
       new.prefix[slot, : len(piece.prefix)] = piece.prefix
@@ -69,6 +70,7 @@ def _empty(engine: EngineConfig) -> NewRows:
     ),
     key=np.zeros((m, 2), np.uint32),
     stop_ids=np.full((m, engine.max_stop_ids), -1, np.int32),
+    top_log_probs=np.zeros(m, np.int32),
     controls=controls,
     prefix=np.zeros((m, engine.max_prefix_tokens), np.int32) if controls else None,
     prompt_length=np.zeros(m, np.int32) if controls else None,

@@ -1,5 +1,7 @@
 """What happens to rows between the logits: they draw, take a token, and start (inside jit)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -25,11 +27,19 @@ def draw(
   if rows.controls is None or rows.counts is None:
     drawn = sample(logits, uniforms, rows.sampling)
   else:
-    adjusted = logit_controls.adjust(
-      logits, rows.controls, rows.counts, count=rows.count, stop_ids=rows.stop_ids
+    adjust = functools.partial(
+      logit_controls.adjust,
+      controls=rows.controls,
+      counts=rows.counts,
+      count=rows.count,
+      stop_ids=rows.stop_ids,
     )
-    drawn = sample(adjusted, uniforms, rows.sampling)
-    drawn = drawn._replace(raw_log_prob=raw_log_prob(logits, drawn.token))
+    wanted = jnp.any(logit_controls.are_on(rows.controls))
+    drawn = sample(jax.lax.cond(wanted, adjust, lambda x: x, logits), uniforms, rows.sampling)
+    raw = jax.lax.cond(
+      wanted, lambda: raw_log_prob(logits, drawn.token), lambda: drawn.raw_log_prob
+    )
+    drawn = drawn._replace(raw_log_prob=raw)
   return drawn, jnp.where(forced >= 0, forced, drawn.token)
 
 
@@ -51,6 +61,21 @@ def accept(rows: RowState, token: jax.Array, who: jax.Array) -> RowState:
   )
 
 
+def likeliest(
+  engine: EngineConfig, logits: jax.Array, rows: RowState
+) -> tuple[jax.Array | None, jax.Array | None]:
+  """Ids and log-probs [M, max_top_log_probs] of the likeliest tokens; zeros where no row asks, None if none may."""
+  tops = engine.max_top_log_probs
+  if not tops:
+    return None, None
+  shape = (logits.shape[1], tops)
+  return jax.lax.cond(
+    jnp.any(rows.top_log_probs > 0),
+    lambda: top_log_probs(logits, tops),
+    lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)),
+  )
+
+
 def start_rows(
   engine: EngineConfig,
   prefix_logits: jax.Array,
@@ -66,6 +91,7 @@ def start_rows(
     sampling=new.sampling,
     key=new.key,
     stop_ids=new.stop_ids,
+    top_log_probs=new.top_log_probs,
     controls=new.controls,
   )
 
@@ -82,8 +108,7 @@ def start_rows(
   rows = rows._replace(counts=counts)
   logits = prefix_logits[new.entry].T
   drawn, token = draw(logits, rows, new.prefix_length, new.forced)
-  tops = engine.max_top_log_probs
-  ids, of_ids = top_log_probs(logits, tops) if tops else (None, None)
+  ids, of_ids = likeliest(engine, logits, rows)
   rows = accept(rows, token, new.start)
   return rows, ResultTokens(
     tokens=token[None],

@@ -40,9 +40,16 @@ def raw_log_prob(logits: jax.Array, token: jax.Array) -> jax.Array:
 
 
 def top_log_probs(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-  """The `count` likeliest tokens of each column of logits [V, M]: ids int32 and log-probs float32, [M, count]."""
-  values, ids = jax.lax.top_k(logits.T, count)
-  return ids.astype(jnp.int32), values - jax.nn.logsumexp(logits, axis=0)[:, None]
+  """The `count` likeliest tokens of each column of logits [V, M]: ids int32 and log-probs float32, [M, count].
+
+  Where the vocabulary is smaller, ids of -1 with log-probs of -inf fill the end.
+  """
+  values, ids = jax.lax.top_k(logits.T, min(count, logits.shape[0]))
+  ids, values = ids.astype(jnp.int32), values - jax.nn.logsumexp(logits, axis=0)[:, None]
+  missing = ((0, 0), (0, count - ids.shape[1]))
+  return jnp.pad(ids, missing, constant_values=-1), jnp.pad(
+    values, missing, constant_values=-jnp.inf
+  )
 
 
 def _ordered(x: jax.Array) -> jax.Array:

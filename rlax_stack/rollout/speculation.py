@@ -27,7 +27,8 @@ from rlax_stack.rollout.engine_state import (
   ResultTokens,
   RowState,
 )
-from rlax_stack.rollout.sampler import RowSampling, sample, top_log_probs
+from rlax_stack.rollout.row_steps import likeliest
+from rlax_stack.rollout.sampler import RowSampling, sample
 from rlax_stack.rollout.serving import ServingParams
 
 # (params, state, work, suffix_pages) -> logits [V, M] and the suffix KV
@@ -121,8 +122,8 @@ def speculate(
       raw_log_probs=put(result.raw_log_probs, drawn.raw_log_prob),
       valid=result.valid.at[i].set(taken.accepted.T),
     )
+    ids, values = likeliest(engine, logits, at)
     if result.top_ids is not None and result.top_log_probs is not None:
-      ids, values = top_log_probs(logits, engine.max_top_log_probs)
       result = result._replace(
         top_ids=put(result.top_ids, ids), top_log_probs=put(result.top_log_probs, values)
       )
@@ -190,6 +191,7 @@ def _columns_of(
     active=usable,
     sampling=RowSampling._make(x[owner] for x in rows.sampling),
     key=rows.key[owner],
+    top_log_probs=rows.top_log_probs[owner],
   )
 
 

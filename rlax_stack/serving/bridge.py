@@ -274,6 +274,8 @@ def _so_far(index: int, partial: PartialSample) -> Update:
     partial.raw_log_probs_t,
     partial.version_t,
     None,
+    partial.top_ids_t,
+    partial.top_log_probs_t,
   )
 
 
@@ -285,6 +287,8 @@ def _ended(index: int, sample: FinishedSample) -> Update:
     sample.raw_log_probs_t,
     sample.version_t,
     sample.finish_reason,
+    sample.top_ids_t,
+    sample.top_log_probs_t,
   )
 
 

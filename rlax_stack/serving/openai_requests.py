@@ -1,8 +1,8 @@
 """JSON bodies in OpenAI's shape to what the engine is asked for. Pure functions, nothing is silently ignored.
 
 A field that would change the samples and cannot be honoured is refused by its name; `_WITHOUT_EFFECT` lists the ones
-that say nothing about samples. Beside OpenAI's fields: prompts as token ids, `top_k`, `min_p`, `stop_token_ids` (in
-place of the tokenizer's own; empty: no token ends a sample) and `timeout_s`.
+that say nothing about samples. Beside OpenAI's fields: prompts as token ids, `top_k`, `min_p`, `min_tokens`,
+`repetition_penalty`, `stop_token_ids` (in place of the tokenizer's own; empty: no token ends a sample) and `timeout_s`.
 """
 
 import dataclasses
@@ -33,24 +33,19 @@ _NOT_SUPPORTED = {
   'audio': (None,),
   'best_of': (None, 1),
   'echo': (None, False),
-  'frequency_penalty': (None, 0),
   'function_call': (None, 'none'),
   'functions': (None, []),
-  'logit_bias': (None, {}),
-  'min_tokens': (None, 0),
   'modalities': (None, ['text']),
   'prediction': (None,),
-  'presence_penalty': (None, 0),
-  'repetition_penalty': (None, 1),
   'response_format': (None, {'type': 'text'}),
   'suffix': (None, ''),
-  'top_logprobs': (None, 0),
 }
 _COMMON = {
   'max_tokens', 'min_p', 'model', 'n', 'seed', 'stop', 'stop_token_ids', 'stream', 'stream_options', 'temperature',
-  'timeout_s', 'top_k', 'top_p', 'logprobs',
+  'timeout_s', 'top_k', 'top_p', 'logprobs', 'frequency_penalty', 'presence_penalty', 'repetition_penalty',
+  'logit_bias', 'min_tokens',
 }  # fmt: skip
-_OF_CHAT = {'max_completion_tokens', 'messages', 'tool_choice', 'tools'}
+_OF_CHAT = {'top_logprobs', 'max_completion_tokens', 'messages', 'tool_choice', 'tools'}
 _OF_COMPLETION = {'prompt'}
 
 
@@ -153,7 +148,7 @@ def read_request(body: Mapping[str, Any], served: Served, *, chat: bool) -> ApiR
   return ApiRequest(
     chat=chat,
     prompts=prompts,
-    sampling=_sampling(body, served, longest_prompt=max(map(len, prompts))),
+    sampling=_sampling(body, served, chat=chat, longest_prompt=max(map(len, prompts))),
     count=count,
     stream=_flag(body, 'stream'),
     include_usage=bool(options.get('include_usage')),
@@ -246,7 +241,9 @@ def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return dict(call)  # a model's own malformed call is part of the history
 
 
-def _sampling(body: Mapping[str, Any], served: Served, *, longest_prompt: int) -> SamplingParams:
+def _sampling(
+  body: Mapping[str, Any], served: Served, *, chat: bool, longest_prompt: int
+) -> SamplingParams:
   defaults = served.defaults
   room = max(1, min(defaults.max_tokens, served.context - longest_prompt))
   name = 'max_tokens' if body.get('max_completion_tokens') is None else 'max_completion_tokens'
@@ -255,6 +252,14 @@ def _sampling(body: Mapping[str, Any], served: Served, *, longest_prompt: int) -
     top_k=_top_k(body, defaults.top_k),
     top_p=_number(body, 'top_p', defaults.top_p, low=1e-9, high=1),
     min_p=_number(body, 'min_p', defaults.min_p, low=0, high=1),
+    repetition_penalty=_number(
+      body, 'repetition_penalty', defaults.repetition_penalty, low=1e-3, high=1e3
+    ),
+    presence_penalty=_penalty(body, 'presence_penalty', defaults.presence_penalty),
+    frequency_penalty=_penalty(body, 'frequency_penalty', defaults.frequency_penalty),
+    logit_bias=_logit_bias(body),
+    min_tokens=_number(body, 'min_tokens', defaults.min_tokens, kind=int, low=0, high=_LARGE),
+    top_log_probs=_top_log_probs(body, chat),
     max_tokens=_number(body, name, room, kind=int, low=1, high=defaults.max_tokens),
     stop_token_ids=_stop_token_ids(body, defaults.stop_token_ids),
     stop_strings=_stop_strings(body, defaults.stop_strings),
@@ -295,17 +300,45 @@ def _stop_token_ids(body: Mapping[str, Any], default: tuple[int, ...]) -> tuple[
   return tuple(ids)
 
 
+def _penalty(body: Mapping[str, Any], name: str, default: float) -> float:
+  return _number(body, name, default, low=-2, high=2)
+
+
+def _logit_bias(body: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+  """Token ids (as JSON's texts) to biases."""
+  bias = body.get('logit_bias')
+  if bias is None:
+    return ()
+  fits = isinstance(bias, dict) and all(
+    name.isascii()
+    and name.isdigit()
+    and len(name) < 10
+    and type(value) in (int, float)
+    and -100 <= value <= 100
+    for name, value in bias.items()
+  )
+  if not fits:
+    raise _wrong('logit_bias', 'logit_bias must map token ids to numbers from -100 to 100')
+  return tuple((int(name), float(value)) for name, value in bias.items())
+
+
 def _log_probs(body: Mapping[str, Any], chat: bool) -> bool:
-  """Chat says true or false, completions a number of alternatives, of which 0 is supported."""
+  """Chat says true or false, completions a number of alternatives."""
   if chat:
     return _flag(body, 'logprobs')
   wanted = body.get('logprobs')
-  if wanted is None or wanted is False:
-    return False
-  if type(wanted) is not int or wanted != 0:
-    message = 'logprobs must be 0: the log-probs of other tokens are not supported'
-    raise _wrong('logprobs', message, code='unsupported_parameter')
-  return True
+  return wanted is not None and wanted is not False
+
+
+def _top_log_probs(body: Mapping[str, Any], chat: bool) -> int:
+  """How many alternatives are wanted per token."""
+  if not chat:
+    wanted = body.get('logprobs')
+    return 0 if isinstance(wanted, bool) else _number(body, 'logprobs', 0, kind=int, low=0, high=20)
+  wanted = _number(body, 'top_logprobs', 0, kind=int, low=0, high=20)
+  if wanted and not _flag(body, 'logprobs'):
+    raise _wrong('top_logprobs', 'top_logprobs needs logprobs to be true')
+  return wanted
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:

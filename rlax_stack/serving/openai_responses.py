@@ -172,22 +172,41 @@ class Answer:
     ids = sample.tokens[sent.tokens :].tolist()
     tokens = [self._tokenizer.decode([token], skip_special_tokens=False) for token in ids]
     values = _floats(sample.raw_log_probs_t[sent.tokens :])
+    tops = self._likeliest(sample, sent.tokens)
     if self._request.chat:
-      fields = zip(tokens, values, strict=True)
-      return {'content': [_chat_log_prob(token, value) for token, value in fields], 'refusal': None}
+      fields = zip(tokens, values, tops, strict=True)
+      content = [
+        _chat_log_prob(token, value) | {'top_logprobs': [_chat_log_prob(*pair) for pair in top]}
+        for token, value, top in fields
+      ]
+      return {'content': content, 'refusal': None}
     offsets = list(itertools.accumulate(map(len, tokens), initial=sent.offset))
     sent.offset = offsets[-1]
     return {
       'tokens': tokens,
       'token_logprobs': values,
-      'top_logprobs': None,
+      'top_logprobs': [dict(top) for top in tops] if self._request.sampling.top_log_probs else None,
       'text_offset': offsets[:-1],
     }
 
+  def _likeliest(self, sample: Update, start: int) -> list[list[tuple[str, float]]]:
+    """The likeliest tokens and their log-probs from `start` on, likeliest first; none where not asked for."""
+    wanted = self._request.sampling.top_log_probs
+    if not wanted or sample.top_ids_t is None or sample.top_log_probs_t is None:
+      return [[] for _ in sample.tokens[start:]]
+    wanted = min(
+      wanted, int((sample.top_ids_t >= 0).sum(1).min(initial=wanted))
+    )  # a tiny vocabulary has no more
+    names = [
+      [self._tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+      for ids in sample.top_ids_t[start:, :wanted].tolist()
+    ]
+    values = sample.top_log_probs_t[start:, :wanted]
+    return [list(zip(*pair, strict=True)) for pair in zip(names, map(_floats, values), strict=True)]
+
 
 def _chat_log_prob(token: str, value: float) -> dict[str, Any]:
-  data = list(token.encode('utf-8', 'replace'))
-  return {'token': token, 'logprob': value, 'bytes': data, 'top_logprobs': []}
+  return {'token': token, 'logprob': value, 'bytes': list(token.encode('utf-8', 'replace'))}
 
 
 def _trajectory(sample: Update, start: int) -> dict[str, Any]:

@@ -31,6 +31,10 @@ class Update(NamedTuple):
   raw_log_probs_t: np.ndarray  # float32, of the model at temperature 1
   version_t: np.ndarray  # int32
   finish_reason: FinishReason | None  # None while it runs
+  top_ids_t: np.ndarray | None = (
+    None  # int32 [T, K], the likeliest tokens where they were asked for
+  )
+  top_log_probs_t: np.ndarray | None = None  # float32 [T, K], of the model at temperature 1
 
 
 @dataclasses.dataclass

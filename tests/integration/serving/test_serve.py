@@ -182,3 +182,34 @@ def test_many_clients_at_once_get_what_each_gets_alone(client, server):
 def test_models_are_listed_with_their_limits(client):
   (model,) = client.models.list().data
   assert (model.id, model.max_prompt_tokens, model.max_tokens) == ('toy', 32, 8000)
+
+
+def test_penalties_biases_and_likeliest_tokens(client, model):
+  tokenizer = model.tokenizer
+  plain = complete(client, temperature=0, max_tokens=6, logprobs=3, extra_body=NO_STOP).choices[0]
+  for place, (token, top) in enumerate(
+    zip(plain.logprobs.tokens, plain.logprobs.top_logprobs, strict=True)
+  ):
+    assert 1 <= len(top) <= 3  # tokens may share a text
+    assert max(top, key=top.get) == token  # greedy takes the likeliest
+    assert top[token] == pytest.approx(plain.raw_log_probs[place], abs=1e-5)
+  banned = plain.token_ids[0]
+  biased = complete(
+    client, temperature=0, max_tokens=6, logit_bias={str(banned): -100}, extra_body=NO_STOP
+  )
+  assert banned not in biased.choices[0].token_ids
+  wanted = tokenizer.piece_to_id(plain.logprobs.tokens[0])
+  forced = complete(
+    client, temperature=0, max_tokens=4, logit_bias={str(wanted): 100}, extra_body=NO_STOP
+  )
+  assert forced.choices[0].token_ids == [wanted] * 4
+  varied = complete(
+    client,
+    temperature=0,
+    max_tokens=4,
+    logit_bias={str(wanted): 1.9},
+    presence_penalty=2,
+    frequency_penalty=2,
+    extra_body=NO_STOP,
+  )
+  assert varied.choices[0].token_ids.count(wanted) < 4

@@ -97,10 +97,10 @@ def head(length):
     ({'stop': ['x'] * 17}, 'stop', 'at most 16 texts'),
     ({'stop': 'x' * 257}, 'stop', 'at most 256 characters'),
     ({'stop_token_ids': list(range(9))}, None, '9 stop_token_ids'),
-    ({'logprobs': 3}, 'logprobs', 'must be 0'),
+    ({'logprobs': 30}, 'logprobs', 'from 0 to 20'),
+    ({'logit_bias': {'x': 1}}, 'logit_bias', 'must map token ids'),
+    ({'presence_penalty': 3}, 'presence_penalty', 'from -2 to 2'),
     ({'echo': True}, 'echo', 'echo is not supported'),
-    ({'frequency_penalty': 0.5}, 'frequency_penalty', 'not supported'),
-    ({'logit_bias': {'3': 1}}, 'logit_bias', 'not supported'),
     ({'temprature': 1}, 'temprature', "unknown field 'temprature'. Did you mean temperature?"),
     ({'stream': 1}, 'stream', 'must be true or false'),
   ],
@@ -112,7 +112,7 @@ def test_a_field_that_cannot_be_honoured_is_named(http, changes, param, says):
 
 
 def test_values_that_ask_for_nothing_are_taken(http):
-  nothing = {'frequency_penalty': 0, 'logit_bias': {}, 'best_of': 1, 'echo': False, 'user': 'x'}
+  nothing = {'response_format': {'type': 'text'}, 'best_of': 1, 'echo': False, 'user': 'x'}
   assert http.post('/completions', json={**SHORT, **nothing}).status_code == 200
 
 

@@ -31,6 +31,7 @@ def _new_rows(tiny, max_tokens):
     sampling=RowSampling(zeros, np.zeros(m, np.int32), zeros + 1, zeros),
     key=keys,
     stop_ids=np.full((m, tiny.SIZES.max_stop_ids), -1, np.int32),
+    top_log_probs=np.zeros(m, np.int32),
   )
 
 

@@ -11,6 +11,7 @@ from rlax_stack.rollout.logit_controls import (
   LogitControls,
   TokenCounts,
   adjust,
+  are_on,
   count_token,
   no_controls,
   no_counts,
@@ -76,6 +77,7 @@ def test_no_controls_change_nothing():
   logits = jnp.asarray(np.random.default_rng(1).normal(size=(9, 3)), jnp.float32)
   stops = jnp.full((3, 2), -1, jnp.int32)
   counts = TokenCounts(jnp.ones((9, 3), bool), jnp.full((9, 3), 2, jnp.int16))
+  assert not are_on(no_controls(3, 4)).any()
   got = adjust(logits, no_controls(3, 4), counts, count=jnp.zeros(3, jnp.int32), stop_ids=stops)
   np.testing.assert_array_equal(got, logits)
 
@@ -90,6 +92,8 @@ def test_raw_and_top_log_probs_equal_numpy():
   order = np.argsort(-want, axis=0)[:4].T
   np.testing.assert_array_equal(ids, order)
   np.testing.assert_allclose(values, np.take_along_axis(want.T, order, 1), atol=1e-6)
+  ids, values = top_log_probs(jnp.asarray(logits), 11)
+  assert (ids[:, 9:] == -1).all() and (values[:, 9:] == -np.inf).all()
 
 
 @pytest.fixture(scope='module')

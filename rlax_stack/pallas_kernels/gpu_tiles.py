@@ -77,13 +77,6 @@ def tile_iota(shape: tuple[int, ...], axis: int) -> jax.Array:
   return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
-def share_registers(workers: int, *, copies: bool) -> None:
-  """Two warpgroups that compute take the registers that the one that copies does not need."""
-  if workers == 2:
-    count, action = (24, 'decrease') if copies else (240, 'increase')
-    plgpu.set_max_registers(count, action=action)
-
-
 def launch(
   name: str,
   body: Callable[[dict[str, Any]], None],
@@ -92,10 +85,10 @@ def launch(
   outputs: Mapping[str, jax.ShapeDtypeStruct],
   scratch: Mapping[str, Any],
   grid: Mapping[str, int],
-  workers: int,
+  warpgroups: int,
   interpret: Any,
 ) -> tuple[jax.Array, ...]:
-  """Runs one kernel of `workers` warpgroups that compute and one that copies, the last on the axis 'wg'.
+  """Runs one kernel; the axis 'wg' tells its warpgroups apart.
 
   Args:
     name: of the kernel.
@@ -104,7 +97,7 @@ def launch(
     outputs: shapes of the results, left undefined where the kernel writes nothing.
     scratch: shared memory and barriers.
     grid: sizes of the axes; the first one changes fastest.
-    workers: warpgroups that compute.
+    warpgroups: of a thread block; up to two may use 255 registers a thread, three 168.
     interpret: False or plgpu.InterpretGPUParams.
   """
   names = (*inputs, *outputs, *scratch)
@@ -114,7 +107,7 @@ def launch(
     scratch_types=tuple(scratch.values()),
     grid=tuple(grid.values()),
     grid_names=tuple(grid),
-    num_threads=workers + 1,
+    num_threads=warpgroups,
     thread_name='wg',
     compiler_params=plgpu.CompilerParams(approx_math=True),
     interpret=interpret,

@@ -29,7 +29,6 @@ from rlax_stack.pallas_kernels.gpu_tiles import (
   launch,
   multiply,
   scores_of,
-  share_registers,
   spread,
   tile_iota,
   vector_over,
@@ -159,7 +158,7 @@ def softmax_state(
     outputs={'top': state, 'total': state, 'values': values},
     scratch=_scratch(sizes, head_dim, q.dtype),
     grid={'head': kv_heads, 'share': sizes.shares, 'block': blocks},
-    workers=sizes.workers,
+    warpgroups=sizes.workers + 1,
     interpret=interpret,
   )
   return _join(found, ordered, work, sizes)
@@ -259,13 +258,11 @@ def _kernel(ref, *, sizes: _Sizes):
 
   @pl.when((wg == sizes.workers) & (steps > 0))
   def _():
-    share_registers(sizes.workers, copies=True)
     for phase in phases:
       _fill(ref, sizes, phase, head)
 
   @pl.when((wg < sizes.workers) & (steps > 0))
   def _():
-    share_registers(sizes.workers, copies=False)
     own = pl.ds(wg * TILE, TILE)
     q_smem = ref['q_smem'].at[wg]
     plgpu.copy_gmem_to_smem(ref['q'].at[block, head, own], q_smem, ref['q_full'].at[wg])

@@ -1,9 +1,9 @@
 """Tree attention as Mosaic GPU kernels for Hopper: forward, dq, and dk with dv, each walking lists of block pairs.
 
 One thread block answers one block of queries of one head (forward, dq) or one block of keys of one key head (dk with
-dv). Its warpgroups share the work: one copies the blocks of the list into a ring in shared memory by TMA, the others
-own 64 rows each and keep their float32 softmax or gradient sums in registers. Blocks that hold nothing are neither
-read nor computed; blocks that are wholly seen come first in a list and are not masked.
+dv). Its warpgroups own 64 rows each and keep their float32 softmax or gradient sums in registers, while the blocks of
+the list pass through a ring in shared memory, copied ahead by TMA. Blocks that hold nothing are neither read nor
+computed; blocks that are wholly seen come first in a list and are not masked.
 
 The backward pass takes p = exp(s - lse) with the log-sum-exp of the whole row. A key block of a shared prompt adds up
 over every sample and every query head of its key head in one thread block: no atomics, no partial results in memory,
@@ -33,7 +33,6 @@ from rlax_stack.pallas_kernels.gpu_tiles import (
   multiply,
   multiply_pairs,
   scores_of,
-  share_registers,
   spread,
   tile_iota,
   vector_over,
@@ -155,10 +154,45 @@ def _seen(spec, shape, q_axis, q_first, kv_first, ends, q_positions, kv_position
   return seen
 
 
-def _both(absorb, whole, count, state):
-  """Runs absorb over the steps that are wholly seen, then over the others."""
-  state = lax.fori_loop(0, whole, functools.partial(absorb, masked=False), state)
-  return lax.fori_loop(whole, count, functools.partial(absorb, masked=True), state)
+class _Ring(NamedTuple):
+  """Steps whose operands pass through a ring of slots in shared memory; the first warpgroup has them copied.
+
+  A warpgroup of its own for the copies would leave the others 168 registers a thread: too few for dk with dv.
+  """
+
+  stages: int
+  free: Any  # barriers of the slots
+  copy: Any  # (step, slot)
+  whole: Any  # steps [0, whole) are wholly seen
+  steps: Any
+
+  def prefetch(self, step):
+    """Begins the copies of a step, once all warpgroups have done with what was in its slot."""
+
+    @pl.when((lax.axis_index('wg') == 0) & (step < self.steps))
+    def _():
+      slot = lax.rem(step, self.stages)
+
+      @pl.when(step >= self.stages)
+      def _():
+        plgpu.barrier_wait(self.free.at[slot])
+
+      self.copy(step, slot)
+
+  def walk(self, absorb, state):
+    """Runs absorb(step, slot, state, masked) over the steps that are wholly seen, then over the others."""
+
+    def run(step, state, *, masked):
+      self.prefetch(step + (self.stages - 1))
+      slot = lax.rem(step, self.stages)
+      state = absorb(step, slot, state, masked)
+      plgpu.barrier_arrive(self.free.at[slot])
+      return state
+
+    for step in range(self.stages - 1):
+      self.prefetch(jnp.int32(step))
+    state = lax.fori_loop(0, self.whole, functools.partial(run, masked=False), state)
+    return lax.fori_loop(self.whole, self.steps, functools.partial(run, masked=True), state)
 
 
 def _first_key(spec, ref, row, block, step):
@@ -169,31 +203,16 @@ def _first_key(spec, ref, row, block, step):
   return listed * spec.block_kv + lax.rem(step, parts) * keys
 
 
-def _fill_with_keys(spec, ref, row, block, kv_head, steps):
-  """The copying warpgroup of the kernels that walk over keys."""
-  keys = ref['k_smem'].shape[1]
-
-  @pl.loop(0, steps)
-  def _(i):
-    slot = lax.rem(i, spec.stages)
-    here = pl.ds(_first_key(spec, ref, row, block, i), keys)
-
-    @pl.when(i >= spec.stages)
-    def _():
-      plgpu.barrier_wait(ref['k_free'].at[slot])
-
-    full = ref['k_full'].at[slot]
-    plgpu.copy_gmem_to_smem(ref['k'].at[row, here, kv_head], ref['k_smem'].at[slot], full)
-    plgpu.copy_gmem_to_smem(ref['ends'].at[row, here], ref['ends_smem'].at[slot], full)
-    if spec.window is not None:
-      plgpu.copy_gmem_to_smem(ref['positions'].at[row, here], ref['positions_smem'].at[slot], full)
-
-    @pl.when(i >= spec.stages)
-    def _():
-      plgpu.barrier_wait(ref['v_free'].at[slot])
-
-    full = ref['v_full'].at[slot]
-    plgpu.copy_gmem_to_smem(ref['v'].at[row, here, kv_head], ref['v_smem'].at[slot], full)
+def _copy_keys(spec, ref, row, block, kv_head, step, slot):
+  """Begins to copy what a step of the kernels that walk over keys reads."""
+  here = pl.ds(_first_key(spec, ref, row, block, step), ref['k_smem'].shape[1])
+  full = ref['k_full'].at[slot]
+  plgpu.copy_gmem_to_smem(ref['k'].at[row, here, kv_head], ref['k_smem'].at[slot], full)
+  plgpu.copy_gmem_to_smem(ref['ends'].at[row, here], ref['ends_smem'].at[slot], full)
+  if spec.window is not None:
+    plgpu.copy_gmem_to_smem(ref['positions'].at[row, here], ref['positions_smem'].at[slot], full)
+  full = ref['v_full'].at[slot]
+  plgpu.copy_gmem_to_smem(ref['v'].at[row, here, kv_head], ref['v_smem'].at[slot], full)
 
 
 def _key_ring(spec, dtype, keys, head_dim, workers):
@@ -201,15 +220,13 @@ def _key_ring(spec, dtype, keys, head_dim, workers):
   block = plgpu.SMEM((spec.stages, keys, head_dim), dtype)
   spots = plgpu.SMEM((spec.stages, keys), jnp.int32)
   windowed = spec.window is not None
-  free = plgpu.Barrier(num_arrivals=workers, num_barriers=spec.stages)
   ring = {
     'k_smem': block,
     'v_smem': block,
     'ends_smem': spots,
     'k_full': plgpu.Barrier(num_arrivals=3 if windowed else 2, num_barriers=spec.stages),
     'v_full': plgpu.Barrier(num_barriers=spec.stages),
-    'k_free': free,
-    'v_free': free,
+    'free': plgpu.Barrier(num_arrivals=workers, num_barriers=spec.stages),
   }
   return ring | ({'positions_smem': spots} if windowed else {})
 
@@ -236,122 +253,110 @@ def _forward_kernel(ref, *, spec, group):
   block = (
     ref['count'].shape[1] - 1 - lax.axis_index('block')
   )  # late queries see most: they go first
-  count, workers = ref['count'][row, block], spec.block_q // TILE
+  own = pl.ds(block * spec.block_q + wg * TILE, TILE)
+  q_first = ref['first_query'][0] + block * spec.block_q + wg * TILE
+  q_smem, weights_smem = ref['q_smem'].at[wg], ref['weights_smem'].at[wg]
+  ring = _Ring(
+    spec.stages,
+    ref['free'],
+    functools.partial(_copy_keys, spec, ref, row, block, lax.div(head, group)),
+    ref['whole'][row, block],
+    ref['count'][row, block],
+  )
+  plgpu.copy_gmem_to_smem(ref['q'].at[row, own, head], q_smem, ref['q_full'].at[wg])
+  q_positions = _query_positions(spec, ref, row, q_first)
+  plgpu.barrier_wait(ref['q_full'].at[wg])
 
-  @pl.when(wg == workers)
-  def _():
-    share_registers(workers, copies=True)
-    _fill_with_keys(spec, ref, row, block, lax.div(head, group), count)
-
-  @pl.when(wg < workers)
-  def _():
-    share_registers(workers, copies=False)
-    own = pl.ds(block * spec.block_q + wg * TILE, TILE)
-    q_first = ref['first_query'][0] + block * spec.block_q + wg * TILE
-    q_positions = _query_positions(spec, ref, row, q_first)
-    q_smem, weights_smem = ref['q_smem'].at[wg], ref['weights_smem'].at[wg]
-    plgpu.copy_gmem_to_smem(ref['q'].at[row, own, head], q_smem, ref['q_full'].at[wg])
-    plgpu.barrier_wait(ref['q_full'].at[wg])
-
-    def absorb(i, state, *, masked):
-      acc, top, total = state
-      slot = lax.rem(i, spec.stages)
-      plgpu.barrier_wait(ref['k_full'].at[slot])
-      scores, _ = scores_of(
-        multiply(q_smem, ref['k_smem'].at[slot].transpose((1, 0))), spec.scale, spec.soft_cap
-      )
-      if masked:
-        kv_first = _first_key(spec, ref, row, block, i)
-        seen = _seen_by_rows(spec, ref, slot, q_first, kv_first, q_positions)
-        scores = jnp.where(seen, scores, HIDDEN)
-      plgpu.barrier_arrive(ref['k_free'].at[slot])
-      new_top = jnp.maximum(top, scores.max(axis=1))
-      shrink = jnp.exp2(top - new_top)
-      weights = jnp.exp2(scores - spread(new_top, scores.shape, 0))
-      total = total * shrink + weights.sum(axis=1)
-      weights_smem[...] = weights.astype(weights_smem.dtype)
-      plgpu.commit_smem()
-      plgpu.barrier_wait(ref['v_full'].at[slot])
-      values = multiply(weights_smem, ref['v_smem'].at[slot])
-      plgpu.barrier_arrive(ref['v_free'].at[slot])
-      return acc * spread(shrink, acc.shape, 0) + values, new_top, total
-
-    if 'sinks' in ref:
-      start = LOG2E * ref['sinks'][head], 1.0
-    else:
-      start = LOWEST, 0.0
-    top, total = (
-      plgpu.layout_cast(jnp.full((TILE,), x, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-      for x in start
+  def absorb(step, slot, state, masked):
+    acc, top, total = state
+    plgpu.barrier_wait(ref['k_full'].at[slot])
+    scores, _ = scores_of(
+      multiply(q_smem, ref['k_smem'].at[slot].transpose((1, 0))), spec.scale, spec.soft_cap
     )
-    acc = plgpu.layout_cast(jnp.zeros(q_smem.shape, jnp.float32), plgpu.Layout.WGMMA)
-    acc, top, total = _both(absorb, ref['whole'][row, block], count, (acc, top, total))
-    total = jnp.where(total == 0.0, 1.0, total)  # a row that sees nobody gives 0
-    q_smem[...] = (acc / spread(total, acc.shape, 0)).astype(q_smem.dtype)
-    ref['lse_smem'].at[wg][...] = top / LOG2E + jnp.log(total)
+    if masked:
+      kv_first = _first_key(spec, ref, row, block, step)
+      seen = _seen_by_rows(spec, ref, slot, q_first, kv_first, q_positions)
+      scores = jnp.where(seen, scores, HIDDEN)
+    new_top = jnp.maximum(top, scores.max(axis=1))
+    shrink = jnp.exp2(top - new_top)
+    weights = jnp.exp2(scores - spread(new_top, scores.shape, 0))
+    total = total * shrink + weights.sum(axis=1)
+    weights_smem[...] = weights.astype(weights_smem.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q_smem, ref['out'].at[row, own, head])
-    plgpu.copy_smem_to_gmem(ref['lse_smem'].at[wg], ref['lse'].at[row, head, own])
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.barrier_wait(ref['v_full'].at[slot])
+    values = multiply(weights_smem, ref['v_smem'].at[slot])
+    return acc * spread(shrink, acc.shape, 0) + values, new_top, total
+
+  if 'sinks' in ref:
+    start = LOG2E * ref['sinks'][head], 1.0
+  else:
+    start = LOWEST, 0.0
+  top, total = (
+    plgpu.layout_cast(jnp.full((TILE,), x, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+    for x in start
+  )
+  acc = plgpu.layout_cast(jnp.zeros(q_smem.shape, jnp.float32), plgpu.Layout.WGMMA)
+  acc, top, total = ring.walk(absorb, (acc, top, total))
+  total = jnp.where(total == 0.0, 1.0, total)  # a row that sees nobody gives 0
+  q_smem[...] = (acc / spread(total, acc.shape, 0)).astype(q_smem.dtype)
+  ref['lse_smem'].at[wg][...] = top / LOG2E + jnp.log(total)
+  plgpu.commit_smem()
+  plgpu.copy_smem_to_gmem(q_smem, ref['out'].at[row, own, head])
+  plgpu.copy_smem_to_gmem(ref['lse_smem'].at[wg], ref['lse'].at[row, head, own])
+  plgpu.wait_smem_to_gmem(0)
 
 
 def _dq_kernel(ref, *, spec, group):
   wg, row, head = lax.axis_index('wg'), lax.axis_index('row'), lax.axis_index('head')
   block = ref['count'].shape[1] - 1 - lax.axis_index('block')
-  workers, parts = spec.block_q // TILE, spec.block_kv // ref['k_smem'].shape[1]
-  count, whole = parts * ref['count'][row, block], parts * ref['whole'][row, block]
+  parts = spec.block_kv // ref['k_smem'].shape[1]
+  own = pl.ds(block * spec.block_q + wg * TILE, TILE)
+  q_first = ref['first_query'][0] + block * spec.block_q + wg * TILE
+  ring = _Ring(
+    spec.stages,
+    ref['free'],
+    functools.partial(_copy_keys, spec, ref, row, block, lax.div(head, group)),
+    parts * ref['whole'][row, block],
+    parts * ref['count'][row, block],
+  )
+  full = ref['q_full'].at[wg]
+  for name in ('q', 'do'):
+    plgpu.copy_gmem_to_smem(ref[name].at[row, own, head], ref[f'{name}_smem'].at[wg], full)
+  for name in ('lse', 'delta'):
+    plgpu.copy_gmem_to_smem(ref[name].at[row, head, own], ref[f'{name}_smem'].at[wg], full)
+  q_positions = _query_positions(spec, ref, row, q_first)
+  plgpu.barrier_wait(full)
+  q_smem, do_smem, d_smem = (ref[x].at[wg] for x in ('q_smem', 'do_smem', 'd_smem'))
+  lse = LOG2E * vector_over(0, ref['lse_smem'].at[wg])
+  delta = vector_over(0, ref['delta_smem'].at[wg])
 
-  @pl.when(wg == workers)
-  def _():
-    share_registers(workers, copies=True)
-    _fill_with_keys(spec, ref, row, block, lax.div(head, group), count)
+  def walk(dq):
+    def absorb(step, slot, state, masked):
+      plgpu.barrier_wait(ref['k_full'].at[slot])
+      plgpu.barrier_wait(ref['v_full'].at[slot])
+      k_smem, v_smem = ref['k_smem'].at[slot], ref['v_smem'].at[slot]
+      products, d_weights = multiply_pairs((q_smem, do_smem), (k_smem, v_smem))
+      scores, tanh = scores_of(products, spec.scale, spec.soft_cap)
+      weights = jnp.exp2(scores - spread(lse, scores.shape, 0))
+      if masked:
+        kv_first = _first_key(spec, ref, row, block, step)
+        seen = _seen_by_rows(spec, ref, slot, q_first, kv_first, q_positions)
+        weights = jnp.where(seen, weights, 0.0)
+      d_scores = weights * (d_weights - spread(delta, scores.shape, 0))
+      d_smem[...] = d_products(d_scores, tanh, spec.scale).astype(d_smem.dtype)
+      plgpu.commit_smem()
+      plgpu.wgmma(dq, d_smem, k_smem)
+      plgpu.wgmma_wait(0)
+      return state
 
-  @pl.when(wg < workers)
-  def _():
-    share_registers(workers, copies=False)
-    own = pl.ds(block * spec.block_q + wg * TILE, TILE)
-    q_first = ref['first_query'][0] + block * spec.block_q + wg * TILE
-    q_positions = _query_positions(spec, ref, row, q_first)
-    full = ref['q_full'].at[wg]
-    for name in ('q', 'do'):
-      plgpu.copy_gmem_to_smem(ref[name].at[row, own, head], ref[f'{name}_smem'].at[wg], full)
-    for name in ('lse', 'delta'):
-      plgpu.copy_gmem_to_smem(ref[name].at[row, head, own], ref[f'{name}_smem'].at[wg], full)
-    plgpu.barrier_wait(full)
-    q_smem, do_smem, d_smem = (ref[x].at[wg] for x in ('q_smem', 'do_smem', 'd_smem'))
-    lse, delta = (vector_over(0, ref[x].at[wg]) for x in ('lse_smem', 'delta_smem'))
-    lse = LOG2E * lse
+    ring.walk(absorb, ())
+    return dq[...]
 
-    def walk(dq):
-      def absorb(i, state, *, masked):
-        slot = lax.rem(i, spec.stages)
-        plgpu.barrier_wait(ref['k_full'].at[slot])
-        plgpu.barrier_wait(ref['v_full'].at[slot])
-        k_smem, v_smem = ref['k_smem'].at[slot], ref['v_smem'].at[slot]
-        products, d_weights = multiply_pairs((q_smem, do_smem), (k_smem, v_smem))
-        plgpu.barrier_arrive(ref['v_free'].at[slot])
-        scores, tanh = scores_of(products, spec.scale, spec.soft_cap)
-        weights = jnp.exp2(scores - spread(lse, scores.shape, 0))
-        if masked:
-          kv_first = _first_key(spec, ref, row, block, i)
-          seen = _seen_by_rows(spec, ref, slot, q_first, kv_first, q_positions)
-          weights = jnp.where(seen, weights, 0.0)
-        d_scores = weights * (d_weights - spread(delta, scores.shape, 0))
-        d_smem[...] = d_products(d_scores, tanh, spec.scale).astype(d_smem.dtype)
-        plgpu.commit_smem()
-        plgpu.wgmma(dq, d_smem, k_smem)
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(ref['k_free'].at[slot])
-        return state
-
-      _both(absorb, whole, count, ())
-      return dq[...]
-
-    dq = pl.run_scoped(walk, plgpu.WGMMAAccumulatorRef(q_smem.shape, jnp.float32))
-    q_smem[...] = dq.astype(q_smem.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q_smem, ref['dq'].at[row, own, head])
-    plgpu.wait_smem_to_gmem(0)
+  dq = pl.run_scoped(walk, plgpu.WGMMAAccumulatorRef(q_smem.shape, jnp.float32))
+  q_smem[...] = dq.astype(q_smem.dtype)
+  plgpu.commit_smem()
+  plgpu.copy_smem_to_gmem(q_smem, ref['dq'].at[row, own, head])
+  plgpu.wait_smem_to_gmem(0)
 
 
 class _QueryStep(NamedTuple):
@@ -370,106 +375,87 @@ def _query_step(spec, ref, row, block, kv_head, group, step) -> _QueryStep:
   return _QueryStep(kv_head * group + lax.div(inner, parts), first)
 
 
-def _fill_with_queries(spec, ref, row, block, kv_head, group, steps):
-  """The copying warpgroup of dk with dv."""
-
-  @pl.loop(0, steps)
-  def _(i):
-    slot = lax.rem(i, spec.stages)
-    step = _query_step(spec, ref, row, block, kv_head, group, i)
-    here = pl.ds(step.first, TILE)
-
-    @pl.when(i >= spec.stages)
-    def _():
-      plgpu.barrier_wait(ref['free'].at[slot])
-
-    full = ref['full'].at[slot]
-    for name in ('q', 'do'):
-      plgpu.copy_gmem_to_smem(
-        ref[name].at[row, here, step.head], ref[f'{name}_smem'].at[slot], full
-      )
-    for name in ('lse', 'delta'):
-      plgpu.copy_gmem_to_smem(
-        ref[name].at[row, step.head, here], ref[f'{name}_smem'].at[slot], full
-      )
-    if spec.window is not None:
-      spots = pl.ds(ref['first_query'][0] + step.first, TILE)
-      plgpu.copy_gmem_to_smem(ref['positions'].at[row, spots], ref['positions_smem'].at[slot], full)
+def _copy_queries(spec, ref, row, step_of, step, slot):
+  """Begins to copy what a step of dk with dv reads."""
+  head, first = step_of(step)
+  here, full = pl.ds(first, TILE), ref['full'].at[slot]
+  for name in ('q', 'do'):
+    plgpu.copy_gmem_to_smem(ref[name].at[row, here, head], ref[f'{name}_smem'].at[slot], full)
+  for name in ('lse', 'delta'):
+    plgpu.copy_gmem_to_smem(ref[name].at[row, head, here], ref[f'{name}_smem'].at[slot], full)
+  if spec.window is not None:
+    spots = pl.ds(ref['first_query'][0] + first, TILE)
+    plgpu.copy_gmem_to_smem(ref['positions'].at[row, spots], ref['positions_smem'].at[slot], full)
 
 
 def _dkv_kernel(ref, *, spec, group):
   wg, row, kv_head = lax.axis_index('wg'), lax.axis_index('row'), lax.axis_index('head')
   block = lax.axis_index('block')  # early keys are seen by most: they go first
-  workers, per_entry = spec.block_kv // TILE, group * (spec.block_q // TILE)
-  count, whole = per_entry * ref['count'][row, block], per_entry * ref['whole'][row, block]
+  per_entry = group * (spec.block_q // TILE)
+  step_of = functools.partial(_query_step, spec, ref, row, block, kv_head, group)
+  ring = _Ring(
+    spec.stages,
+    ref['free'],
+    functools.partial(_copy_queries, spec, ref, row, step_of),
+    per_entry * ref['whole'][row, block],
+    per_entry * ref['count'][row, block],
+  )
+  kv_first = block * spec.block_kv + wg * TILE
+  own = pl.ds(kv_first, TILE)
+  k_smem, v_smem = ref['k_smem'].at[wg], ref['v_smem'].at[wg]
+  weights_smem, d_smem = ref['weights_smem'].at[wg], ref['d_smem'].at[wg]
+  for name in ('k', 'v'):
+    plgpu.copy_gmem_to_smem(
+      ref[name].at[row, own, kv_head], ref[f'{name}_smem'].at[wg], ref['kv_full'].at[wg]
+    )
+  ends, kv_positions = vector_over(0, ref['ends'].at[row, own]), None
+  if spec.window is not None:
+    kv_positions = vector_over(0, ref['positions'].at[row, own])
+  plgpu.barrier_wait(ref['kv_full'].at[wg])
 
-  @pl.when(wg == workers)
-  def _():
-    share_registers(workers, copies=True)
-    _fill_with_queries(spec, ref, row, block, kv_head, group, count)
-
-  @pl.when(wg < workers)
-  def _():
-    share_registers(workers, copies=False)
-    kv_first = block * spec.block_kv + wg * TILE
-    own = pl.ds(kv_first, TILE)
-    k_smem, v_smem = ref['k_smem'].at[wg], ref['v_smem'].at[wg]
-    weights_smem, d_smem = ref['weights_smem'].at[wg], ref['d_smem'].at[wg]
-    for name in ('k', 'v'):
-      plgpu.copy_gmem_to_smem(
-        ref[name].at[row, own, kv_head], ref[f'{name}_smem'].at[wg], ref['kv_full'].at[wg]
-      )
-    plgpu.barrier_wait(ref['kv_full'].at[wg])
-
-    ends, kv_positions = vector_over(0, ref['ends'].at[row, own]), None
+  def seen_of(step, slot):
+    # Keys by queries, so that lse and delta lie along the columns.
+    q_first = ref['first_query'][0] + step_of(step).first
+    q_positions = None
     if spec.window is not None:
-      kv_positions = vector_over(0, ref['positions'].at[row, own])
+      q_positions = vector_over(1, ref['positions_smem'].at[slot])
+    return _seen(spec, (TILE, TILE), 1, q_first, kv_first, ends, q_positions, kv_positions)
 
-    def seen_of(i, slot):
-      # Keys by queries, so that lse and delta lie along the columns.
-      q_first = ref['first_query'][0] + _query_step(spec, ref, row, block, kv_head, group, i).first
-      q_positions = None
-      if spec.window is not None:
-        q_positions = vector_over(1, ref['positions_smem'].at[slot])
-      return _seen(spec, (TILE, TILE), 1, q_first, kv_first, ends, q_positions, kv_positions)
+  def walk(dk, dv):
+    def absorb(step, slot, state, masked):
+      plgpu.barrier_wait(ref['full'].at[slot])
+      q_smem, do_smem = ref['q_smem'].at[slot], ref['do_smem'].at[slot]
+      # One product after the other: the sums leave registers for one only.
+      scores, tanh = scores_of(
+        multiply(k_smem, q_smem.transpose((1, 0))), spec.scale, spec.soft_cap
+      )
+      lse = LOG2E * vector_over(1, ref['lse_smem'].at[slot])
+      weights = jnp.exp2(scores - spread(lse, scores.shape, 1))
+      if masked:
+        weights = jnp.where(seen_of(step, slot), weights, 0.0)
+      weights_smem[...] = weights.astype(weights_smem.dtype)
+      slope = d_products(weights, tanh, spec.scale)
+      delta = vector_over(1, ref['delta_smem'].at[slot])
+      d_weights = multiply(v_smem, do_smem.transpose((1, 0)))
+      d_scores = slope * (d_weights - spread(delta, scores.shape, 1))
+      d_smem[...] = d_scores.astype(d_smem.dtype)
+      plgpu.commit_smem()
+      plgpu.wgmma(dv, weights_smem, do_smem)
+      plgpu.wgmma(dk, d_smem, q_smem)
+      plgpu.wgmma_wait(0)
+      return state
 
-    def walk(dk, dv):
-      def absorb(i, state, *, masked):
-        slot = lax.rem(i, spec.stages)
-        plgpu.barrier_wait(ref['full'].at[slot])
-        q_smem, do_smem = ref['q_smem'].at[slot], ref['do_smem'].at[slot]
-        # One product after the other: the sums leave registers for one only.
-        scores, tanh = scores_of(
-          multiply(k_smem, q_smem.transpose((1, 0))), spec.scale, spec.soft_cap
-        )
-        lse = vector_over(1, ref['lse_smem'].at[slot])
-        weights = jnp.exp2(scores - spread(LOG2E * lse, scores.shape, 1))
-        if masked:
-          weights = jnp.where(seen_of(i, slot), weights, 0.0)
-        weights_smem[...] = weights.astype(weights_smem.dtype)
-        slope = d_products(weights, tanh, spec.scale)
-        delta = vector_over(1, ref['delta_smem'].at[slot])
-        d_weights = multiply(v_smem, do_smem.transpose((1, 0)))
-        d_scores = slope * (d_weights - spread(delta, scores.shape, 1))
-        d_smem[...] = d_scores.astype(d_smem.dtype)
-        plgpu.commit_smem()
-        plgpu.wgmma(dv, weights_smem, do_smem)
-        plgpu.wgmma(dk, d_smem, q_smem)
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(ref['free'].at[slot])
-        return state
+    ring.walk(absorb, ())
+    return dk[...], dv[...]
 
-      _both(absorb, whole, count, ())
-      return dk[...], dv[...]
-
-    acc = plgpu.WGMMAAccumulatorRef(k_smem.shape, jnp.float32)
-    dk, dv = pl.run_scoped(walk, acc, acc)
-    k_smem[...] = dk.astype(k_smem.dtype)
-    v_smem[...] = dv.astype(v_smem.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(k_smem, ref['dk'].at[row, own, kv_head])
-    plgpu.copy_smem_to_gmem(v_smem, ref['dv'].at[row, own, kv_head])
-    plgpu.wait_smem_to_gmem(0)
+  acc = plgpu.WGMMAAccumulatorRef(k_smem.shape, jnp.float32)
+  dk, dv = pl.run_scoped(walk, acc, acc)
+  k_smem[...] = dk.astype(k_smem.dtype)
+  v_smem[...] = dv.astype(v_smem.dtype)
+  plgpu.commit_smem()
+  plgpu.copy_smem_to_gmem(k_smem, ref['dk'].at[row, own, kv_head])
+  plgpu.copy_smem_to_gmem(v_smem, ref['dv'].at[row, own, kv_head])
+  plgpu.wait_smem_to_gmem(0)
 
 
 def _inputs(spec, q, k, v, tree, runs):
@@ -503,7 +489,7 @@ def _forward(spec, q, k, v, sinks, tree):
     outputs=outputs,
     scratch=scratch,
     grid={'head': heads, 'block': tokens // spec.block_q, 'row': rows},
-    workers=workers,
+    warpgroups=workers,
     interpret=spec.interpret,
   )
 
@@ -531,7 +517,7 @@ def _d_queries(spec, q, k, v, do, lse, delta, tree):
     outputs=outputs,
     scratch=scratch,
     grid={'head': heads, 'block': tokens // spec.block_q, 'row': rows},
-    workers=workers,
+    warpgroups=workers,
     interpret=spec.interpret,
   )
   return dq
@@ -571,6 +557,6 @@ def _d_keys(spec, q, k, v, do, lse, delta, tree):
     outputs=outputs,
     scratch=scratch,
     grid={'head': kv_heads, 'block': tokens // spec.block_kv, 'row': rows},
-    workers=workers,
+    warpgroups=workers,
     interpret=spec.interpret,
   )

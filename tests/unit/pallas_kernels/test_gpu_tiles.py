@@ -27,13 +27,11 @@ def test_tiles_of_every_warpgroup_equal_numpy(workers):
 
     @pl.when(wg == workers)
     def _():
-      gpu_tiles.share_registers(workers, copies=True)
       for name in ('k', 'v'):
         plgpu.copy_gmem_to_smem(ref[name], ref[f'{name}_smem'], ref['full'])
 
     @pl.when(wg < workers)
     def _():
-      gpu_tiles.share_registers(workers, copies=False)
       q_smem = ref['q_smem'].at[wg]
       plgpu.copy_gmem_to_smem(ref['q'].at[wg], q_smem, ref['own'].at[wg])
       plgpu.barrier_wait(ref['own'].at[wg])
@@ -64,7 +62,7 @@ def test_tiles_of_every_warpgroup_equal_numpy(workers):
       'full': plgpu.Barrier(num_arrivals=2),
     },
     grid={'one': 1},
-    workers=workers,
+    warpgroups=workers + 1,
     interpret=plgpu.InterpretGPUParams(detect_races=True),
   )
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rlax_stack import sharding
 from rlax_stack.pallas_kernels import dispatch, tree_attention, tree_rows
 from rlax_stack.pallas_kernels.block_tables import EMPTY, FULL, PARTIAL
+from rlax_stack.pallas_kernels.gpu_tiles import TILE
 from rlax_stack.pallas_kernels.tree_attention_gpu import (
   GpuSpec,
   GpuTables,
@@ -95,6 +96,11 @@ def _check(got, inputs, spec):
 
 _ONE = [_row([(150, [60, 20, 1])], 256)]
 _TWO = [_row([(140, [30, 9, 50])], 256), _row([(100, [28]), (40, [33, 1])], 256)]
+_SMALL = [_row([(70, [30, 9])], 128)]
+_NARROW = {
+  'block_q': TILE,
+  'block_kv': TILE,
+}  # one warpgroup, which the interpreter compiles sooner
 _CASES = {
   'a head each, pairs that are empty, padding': (_TWO, (1, 1, 64), {}),
   'four query heads to a key head, window, soft cap, sinks': (
@@ -102,8 +108,8 @@ _CASES = {
     (4, 1, 64),
     {'window': 100, 'soft_cap': 5.0},
   ),
-  'eight query heads to a key head': ([_row([(70, [30, 9])], 128)], (8, 1, 64), {}),
-  'width 128, window': (_ONE, (2, 2, 128), {'window': 70}),
+  'eight query heads to a key head': (_SMALL, (8, 1, 64), _NARROW),
+  'width 128, window': (_SMALL, (2, 2, 128), {'window': 30, **_NARROW}),
 }
 
 
@@ -116,34 +122,34 @@ def test_output_and_gradients_equal_reference(name):
 
 
 def test_nan_in_padding_reaches_nothing():
-  inputs, spec = list(_inputs([_row([(100, [30, 20])], 256)], 1, 1, 64)), _spec(64)
-  inputs[6] = inputs[6].at[:, 150:].set(0)
+  inputs, spec = list(_inputs([_row([(50, [20, 15])], 128)], 1, 1, 64)), _spec(64, **_NARROW)
+  inputs[6] = inputs[6].at[:, 85:].set(0)
   clean = _interpreted(inputs, spec)
   for i in range(3):
-    inputs[i] = inputs[i].at[:, 150:].set(jnp.nan)
+    inputs[i] = inputs[i].at[:, 85:].set(jnp.nan)
   poisoned = _interpreted(inputs, spec)
   for x, y in zip(clean, poisoned, strict=True):
-    np.testing.assert_array_equal(x[:, :150], y[:, :150])
+    np.testing.assert_array_equal(x[:, :85], y[:, :85])
 
 
 def test_a_part_of_the_queries_gets_what_the_whole_row_does():
   """As where the tokens of a row lie over devices: the second half of the queries, all of the keys."""
-  *arrays, _, positions, ends, cotangent = _inputs(_ONE, 1, 1, 64)
-  spec = _spec(64, interpret=plgpu.InterpretGPUParams())
+  *arrays, _, positions, ends, cotangent = _inputs(_SMALL, 1, 1, 64)
+  spec = _spec(64, interpret=plgpu.InterpretGPUParams(), **_NARROW)
 
   def late(parts, first, queries):
     kernel = tree_rows.Kernel(spec, *parts)
     layout = tree_rows.lay_out(kernel, positions, ends, first, queries)
 
     def run(q, k, v):
-      return tree_rows.attend_rows(kernel, layout, q, k, v, None)[:, -128:]
+      return tree_rows.attend_rows(kernel, layout, q, k, v, None)[:, -TILE:]
 
     q, k, v = arrays
     out, pull = jax.vjp(run, q[:, first:], k, v)
-    d_q, d_k, d_v = pull(cotangent[:, 128:])
-    return out, d_q[:, -128:], d_k, d_v
+    d_q, d_k, d_v = pull(cotangent[:, TILE:])
+    return out, d_q[:, -TILE:], d_k, d_v
 
-  found = jax.jit(lambda: late((128, 128, make_tables, attend), 128, 128))()
+  found = jax.jit(lambda: late((TILE, TILE, make_tables, attend), TILE, TILE))()
   wanted = jax.jit(lambda: late((1, 1, lambda spec, kinds: (), tree_rows.dense), 0, None))()
   for got, want in zip(found, wanted, strict=True):
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=4e-2)

@@ -12,6 +12,7 @@ Not for how rows come to blocks (`decode_work`), nor for quantised keys and valu
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -58,8 +59,6 @@ class _Sizes(NamedTuple):
   shares: int
   ratio: int
   workers: int
-  rows: int
-  pages: int  # that a layer has, as it has `rows` times some of the suffix blocks
   page: int  # tokens
   block: int  # tokens
   kv_heads: int
@@ -86,7 +85,7 @@ def no_form(prefix: tuple[Any, ...], suffix: tuple[Any, ...], *, columns: int) -
   """
   if prefix[2] is not None:
     return 'on a GPU it reads no quantised keys and values'
-  for name, tokens in (('page_size', prefix[0].shape[3]), ('suffix_block', suffix[0].shape[4])):
+  for name, tokens in (('page_size', prefix[0].shape[-2]), ('suffix_block', suffix[0].shape[-2])):
     if tokens not in (16, 32) and tokens % TILE:
       return f'on a GPU {name} must be 16, 32 or a multiple of {TILE}, got {tokens}'
   if columns > 2 * TILE:
@@ -131,10 +130,8 @@ def softmax_state(
     shares=max(1, min(_MOST_SHARES, 2 * _PROCESSORS // busy)),
     ratio=ratio,
     workers=tiles,
-    rows=num_rows,
-    pages=prefix[0].shape[1],
-    page=prefix[0].shape[3],
-    block=suffix[0].shape[4],
+    page=prefix[0].shape[-2],
+    block=suffix[0].shape[-2],
     kv_heads=kv_heads,
     soft_cap=soft_cap,
   )
@@ -144,9 +141,9 @@ def softmax_state(
   # Tables as matrices of all their tokens: a copy then has two dimensions, however the table is cut.
   tables = zip(('page_k', 'page_v', 'block_k', 'block_v'), (*prefix[:2], *suffix[:2]), strict=True)
   inputs = {'q': jnp.pad(rows, pad)} | {name: x.reshape(-1, head_dim) for name, x in tables}
-  first_page = jnp.asarray(layer, jnp.int32) * sizes.pages
-  first_block = jnp.asarray(layer, jnp.int32) * (suffix[0].shape[1] * num_rows)
-  inputs |= {'layer': jnp.stack([first_page, first_block])} | ordered._asdict()
+  # Pages and blocks of the layers before.
+  before = jnp.asarray([_per_layer(x[0]) for x in (prefix, suffix)], jnp.int32)
+  inputs |= {'layer_begins': jnp.asarray(layer, jnp.int32) * before} | ordered._asdict()
   if oldest is not None:
     inputs['oldest'] = jnp.pad(jnp.repeat(oldest[work.block_rows], ratio, axis=1), pad[1:3])
   state = jax.ShapeDtypeStruct((blocks, sizes.shares, kv_heads, tiles * TILE), jnp.float32)
@@ -164,11 +161,16 @@ def softmax_state(
   return _join(found, ordered, work, sizes)
 
 
+def _per_layer(table: jax.Array) -> int:
+  """Pages or blocks [K, tokens, Dh] that a layer of a table has."""
+  return math.prod(table.shape[1:-3])
+
+
 def _order(items: DecodeItems, sizes: _Sizes, blocks: int) -> _Items:
   """Deals the items of every block to its shares by their place in the sequence; prefix items come first."""
   is_prefix = items.kind == PREFIX
   page = jnp.where(is_prefix, items.prefix_page, items.suffix_page)
-  depth = jnp.where(is_prefix, items.start // sizes.page, page // sizes.rows)
+  depth = items.start // jnp.where(is_prefix, sizes.page, sizes.block)
   share = items.block * sizes.shares + depth % sizes.shares
   active = jnp.arange(page.size, dtype=jnp.int32) < items.count
   key = 2 * jnp.where(active, share, blocks * sizes.shares) + (~is_prefix).astype(jnp.int32)
@@ -243,7 +245,7 @@ def _phases(ref, sizes: _Sizes, share) -> tuple[_Phase, _Phase]:
   page_steps = (middle - begin) * (sizes.page // sizes.page_keys)
   block_steps = (end - middle) * (sizes.block // sizes.block_keys)
   none = jnp.int32(0)
-  first_page, first_block = ref['layer'][0], ref['layer'][1]
+  first_page, first_block = ref['layer_begins'][0], ref['layer_begins'][1]
   return (
     _Phase('page', sizes.page, sizes.page_keys, begin, none, page_steps, first_page),
     _Phase('block', sizes.block, sizes.block_keys, middle, page_steps, block_steps, first_block),

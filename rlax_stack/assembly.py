@@ -107,12 +107,11 @@ def load_checked_model(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]
 
 def _check_kernels(kernels: str) -> None:
   device = dispatch.target_device(None)
-  if kernels == 'pallas' and dispatch.no_pallas(device):
-    raise ConfigError(
-      f'config.model.kernels=pallas needs a TPU, and this is {device.platform}. Set it to auto or xla.'
-    )
+  absent = dispatch.no_pallas(device, on_gpu=True)
+  if kernels == 'pallas' and absent:
+    raise ConfigError(f'config.model.kernels=pallas is absent: {absent}. Set it to auto or xla.')
   if kernels != 'xla':
-    check_kernels()
+    check_kernels(kernels)
 
 
 def free_keys(config: RunConfig) -> tuple[str, ...]:

@@ -4,11 +4,21 @@ Not for what a form computes. Invariant: asking for a form that is absent fails 
 choose another one.
 """
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 IMPLEMENTATIONS = ('auto', 'pallas', 'xla', 'reference')
 WITHOUT_REFERENCE = IMPLEMENTATIONS[:3]  # of kernels whose reference is a function of its own
+
+_GPU_HEAD_DIMS = (64, 128)  # wider ones leave dk and dv too few registers
+_MOSAIC_GPU = (
+  0,
+  12,
+)  # first jax whose Mosaic GPU has an interpreter, which is where the kernels are tested
 
 
 def target_device(mesh: Mesh | None) -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
@@ -16,9 +26,50 @@ def target_device(mesh: Mesh | None) -> jax.Device:  # pyright: ignore[reportInv
   return jax.devices()[0] if mesh is None else mesh.devices.flat[0]
 
 
-def no_pallas(device: jax.Device) -> str | None:  # pyright: ignore[reportInvalidTypeForm]
-  """Why a device has no Pallas forms of the kernels; None where it has them."""
-  return None if device.platform == 'tpu' else f'it is for TPU, and this is {device.platform}'
+def no_pallas(
+  device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+  *,
+  on_gpu: bool = False,
+) -> str | None:
+  """Why a device has no Pallas form of a kernel; None where it has one.
+
+  Args:
+    device: where the kernel would run.
+    on_gpu: whether the kernel has a form for Hopper GPUs beside the one for TPU.
+  """
+  if device.platform == 'tpu':
+    return None
+  if not on_gpu:
+    return f'it is for TPU, and this is {device.platform}'
+  if not is_gpu(device):
+    return f'it is for TPU and Hopper GPUs, and this is {device.platform}'
+  if jax.__version_info__ < _MOSAIC_GPU:
+    return f'on a GPU it needs jax 0.12 (Python 3.12), and this is {jax.__version__}'
+  capability = getattr(device, 'compute_capability', 'unknown')
+  if not capability.startswith('9.'):
+    # Its products are wgmma, which neither older GPUs nor Blackwell have.
+    return f'on a GPU it is for Hopper, and this one has compute capability {capability}'
+  return None
+
+
+def is_gpu(device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
+  """Whether the forms for Hopper count; they have never run on one, so 'auto' leaves them alone."""
+  return device.platform == 'gpu'
+
+
+def no_gpu_form(dtype: Any, head_dim: int) -> str | None:
+  """Why the forms for Hopper GPUs do not fit arrays; None where they do.
+
+  Args:
+    dtype: of queries, keys and values.
+    head_dim: width of a head.
+  """
+  if np.dtype(dtype) != jnp.bfloat16:
+    # The tensor cores have no float32 product.
+    return f'on a GPU it is for bfloat16, and this is {np.dtype(dtype)}'
+  if head_dim not in _GPU_HEAD_DIMS:
+    return f'on a GPU it is for heads of width 64 and 128, and this is {head_dim}'
+  return None
 
 
 def choose(
@@ -26,6 +77,7 @@ def choose(
   implementation: str,
   *,
   absent: str | None,
+  measured: bool = True,
   forms: tuple[str, ...] = IMPLEMENTATIONS,
 ) -> str:
   """The form to run: one of `forms`, never 'auto'.
@@ -34,6 +86,7 @@ def choose(
     kernel: its name, for messages.
     implementation: one of `forms`.
     absent: why there is no Pallas form here (`no_pallas`); None where there is one.
+    measured: whether the Pallas form has run on such a device; 'auto' is 'xla' where it has not.
     forms: those that the kernel has.
 
   Raises:
@@ -46,5 +99,5 @@ def choose(
       f"implementation 'pallas' of {kernel} is absent: {absent}. Choose 'auto' or 'xla'."
     )
   if implementation == 'auto':
-    return 'xla' if absent is not None else 'pallas'
+    return 'pallas' if absent is None and measured else 'xla'
   return implementation

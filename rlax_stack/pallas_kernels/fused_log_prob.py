@@ -89,7 +89,7 @@ def fused_log_prob(
       its entries at a stride, so that a vocabulary split over devices stays split within each chunk. A
       vocabulary that does not divide is padded, at the cost of a copy of the head.
     implementation: 'auto', 'pallas' (TPU; the forward pass, the gradient is the XLA form's) or 'xla'; 'auto' is
-      'pallas' on a TPU.
+      'pallas' on a TPU. A GPU has no other form than 'xla', and takes it where the other kernels take 'pallas'.
     mesh: for 'pallas': rows lie over data and fsdp, the vocabulary over tensor. None: arrays are whole.
 
   Returns:
@@ -121,7 +121,10 @@ def fused_log_prob(
 
 
 def _tpu_spec(implementation: str, mesh: Mesh | None) -> fused_log_prob_tpu.TpuSpec | None:
-  absent, forms = dispatch.no_pallas(dispatch.target_device(mesh)), dispatch.WITHOUT_REFERENCE
+  device, forms = dispatch.target_device(mesh), dispatch.WITHOUT_REFERENCE
+  absent = dispatch.no_pallas(device)
+  if absent and implementation == 'pallas' and dispatch.no_pallas(device, on_gpu=True) is None:
+    return None  # one word chooses for all kernels of a run
   chosen = dispatch.choose('fused log-prob', implementation, absent=absent, forms=forms)
   if chosen == 'pallas':
     return fused_log_prob_tpu.TpuSpec()

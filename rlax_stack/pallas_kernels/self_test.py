@@ -5,6 +5,7 @@ compilations. Not for devices without Pallas kernels: nothing is run there.
 """
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,18 +30,19 @@ _TOLERANCE = (
 )
 
 
-class _Deviation(NamedTuple):
-  """What a kernel's results are and should be."""
+class Deviation(NamedTuple):
+  """What a kernel's results are and should be: trees of arrays, alike."""
 
   got: Any
   want: Any
 
 
-def check_kernels(*, interpret: Any = None) -> tuple[str, ...]:
-  """Compares every kernel that 'auto' would choose on the default device with its XLA form.
+def check_kernels(implementation: str = 'auto', *, interpret: Any = None) -> tuple[str, ...]:
+  """Compares every kernel that is chosen on the default device with its XLA form.
 
   Args:
-    interpret: runs the kernels in interpret mode wherever this is; None runs them on a TPU and nothing elsewhere.
+    implementation: 'auto' or 'pallas', as the run will ask for.
+    interpret: runs the TPU kernels in interpret mode wherever this is; None runs what is chosen here.
 
   Returns:
     Names of the kernels that were compared.
@@ -48,15 +50,34 @@ def check_kernels(*, interpret: Any = None) -> tuple[str, ...]:
   Raises:
     KernelError: a kernel whose results are not finite or differ from those of its XLA form.
   """
-  if interpret is None and dispatch.no_pallas(dispatch.target_device(None)):
-    return ()
-  kernels = {
-    'tree attention': _tree_attention,
-    'shared-prefix decode': _shared_prefix_decode,
-    'fused log-prob': _fused_log_prob,
-  }
+  device = dispatch.target_device(None)
+  if interpret is not None or dispatch.no_pallas(device) is None:
+    return compare(
+      {
+        'tree attention': _tree_attention,
+        'shared-prefix decode': _shared_prefix_decode,
+        'fused log-prob': _fused_log_prob,
+      },
+      interpret or False,
+    )
+  if implementation == 'pallas' and dispatch.no_pallas(device, on_gpu=True) is None:
+    from rlax_stack.pallas_kernels import self_test_gpu  # Mosaic GPU is slow to import
+
+    return compare(self_test_gpu.KERNELS, False)
+  return ()
+
+
+def compare(kernels: Mapping[str, Callable[[Any], Deviation]], interpret: Any) -> tuple[str, ...]:
+  """Runs kernels, each with `interpret`.
+
+  Returns:
+    Their names.
+
+  Raises:
+    KernelError: one whose results are not finite or not what they should be.
+  """
   for name, run in kernels.items():
-    found = jax.jit(functools.partial(run, interpret or False))()
+    found = jax.jit(functools.partial(run, interpret))()
     gaps = [
       np.max(np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64)))
       for got, want in zip(*map(jax.tree.leaves, found), strict=True)
@@ -74,7 +95,7 @@ def _draw(seed: int, *shape: int) -> jax.Array:
   return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def _tree_attention(interpret: Any) -> _Deviation:
+def _tree_attention(interpret: Any) -> Deviation:
   """Output and gradients over two groups, one of them of one sample."""
   ends = np.repeat([256, 180, 256], [100, 80, 76])[None].astype(np.int32)
   positions = np.concatenate([np.arange(180), 100 + np.arange(76)])[None].astype(np.int32)
@@ -94,13 +115,13 @@ def _tree_attention(interpret: Any) -> _Deviation:
   spec = tree_attention_tpu.TpuSpec(
     **options, block_q=128, block_kv=128, vmem_limit=1 << 24, interpret=interpret
   )
-  return _Deviation(
+  return Deviation(
     run(spec, 128, tree_attention_tpu),
     run(tree_attention_xla.XlaSpec(**options), 64, tree_attention_xla),
   )
 
 
-def _shared_prefix_decode(interpret: Any) -> _Deviation:
+def _shared_prefix_decode(interpret: Any) -> Deviation:
   """Three rows of two prompts, of which one page is shared."""
   views = [PrefixView(pages=(1, 0), length=150), PrefixView(pages=(2,), length=9)]
   views = [views[0], views[1], views[0]]
@@ -128,10 +149,10 @@ def _shared_prefix_decode(interpret: Any) -> _Deviation:
     None,
     interpret=interpret,
   )
-  return _Deviation((values / total[..., None]).reshape(q.shape), want)
+  return Deviation((values / total[..., None]).reshape(q.shape), want)
 
 
-def _fused_log_prob(interpret: Any) -> _Deviation:
+def _fused_log_prob(interpret: Any) -> Deviation:
   """Rows, vocabulary and width that blocks do not fill evenly."""
   hidden, head = _draw(8, 70, 256) / 4, _draw(9, 300, 256) / 4
   targets = jnp.arange(70, dtype=jnp.int32) * 4
@@ -141,4 +162,4 @@ def _fused_log_prob(interpret: Any) -> _Deviation:
     spec, hidden, targets, jnp.ones(70), head, soft_cap=None, mesh=None
   )
   lse = top + jnp.log(total)
-  return _Deviation((chosen - lse, jnp.log(total) - spread / total, lse), tuple(want[:3]))
+  return Deviation((chosen - lse, jnp.log(total) - spread / total, lse), tuple(want[:3]))

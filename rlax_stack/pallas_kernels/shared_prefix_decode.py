@@ -41,6 +41,7 @@ class DecodePlan(NamedTuple):
   """What one decode step reads and how; made once per step, it serves every layer."""
 
   implementation: str  # 'pallas' or 'xla'
+  on_gpu: bool  # 'pallas' is the form for Hopper
   window: int | None
   prefix_length: jax.Array  # int32 [M]
   suffix_length: jax.Array  # int32 [M]
@@ -70,14 +71,17 @@ def plan_decode(
     suffix_pages: int32 [M, S], the pages of each row's own tokens in order; read as far as its length says.
     suffix_page_size: tokens in one of them.
     window: a query sees the newest `window` tokens, itself included; None sees all.
-    implementation: 'auto', 'pallas' (TPU) or 'xla'; 'auto' is 'pallas' on a TPU.
+    implementation: 'auto', 'pallas' (TPU; Hopper GPUs for bfloat16 heads of width 64 and 128) or 'xla'; 'auto' is
+      'pallas' on a TPU and 'xla' elsewhere, on a Hopper GPU too: its kernel was never measured on one.
     mesh: heads of queries and keys lie over its tensor axis, rows and pages are whole. None: arrays are whole.
 
   Raises:
     ValueError: an implementation that does not exist or is absent here.
   """
-  absent, forms = dispatch.no_pallas(dispatch.target_device(mesh)), dispatch.WITHOUT_REFERENCE
-  chosen = dispatch.choose('shared-prefix decode', implementation, absent=absent, forms=forms)
+  device, name = dispatch.target_device(mesh), 'shared-prefix decode'
+  absent, on_gpu = dispatch.no_pallas(device, on_gpu=True), dispatch.is_gpu(device)
+  forms = dispatch.WITHOUT_REFERENCE
+  chosen = dispatch.choose(name, implementation, absent=absent, measured=not on_gpu, forms=forms)
   items = None
   if chosen == 'pallas':
     items = decode_items(
@@ -88,7 +92,9 @@ def plan_decode(
       page_size=suffix_page_size,
       window=window,
     )
-  return DecodePlan(chosen, window, prefix_length, suffix_length, suffix_pages, work, items, mesh)
+  return DecodePlan(
+    chosen, on_gpu, window, prefix_length, suffix_length, suffix_pages, work, items, mesh
+  )
 
 
 class _Softmax(NamedTuple):
@@ -234,6 +240,10 @@ def shared_prefix_decode(
 
   Returns:
     [M, H, Dh] in q's dtype; softmax in float32.
+
+  Raises:
+    ValueError: 'pallas' on a GPU for arrays that its kernel does not fit.
+    ConfigError: a mesh that the heads do not divide over.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   arrays = (q, prefix_k, prefix_v, suffix_k, suffix_v, sinks, kv_scales)
@@ -269,10 +279,11 @@ def _attend(
   scales = (None,) * 4 if kv_scales is None else tuple(kv_scales)
   prefix, suffix = (prefix_k, prefix_v, *scales[:2]), (suffix_k, suffix_v, *scales[2:])
   if plan.items is not None:
+    softmax_state = (
+      _gpu_form(plan, q4, prefix, suffix) if plan.on_gpu else shared_prefix_decode_tpu.softmax_state
+    )
     state = _Softmax(
-      *shared_prefix_decode_tpu.softmax_state(
-        q4, prefix, suffix, plan.work, plan.items, layer, _oldest(plan), soft_cap
-      )
+      *softmax_state(q4, prefix, suffix, plan.work, plan.items, layer, _oldest(plan), soft_cap)
     )
   else:
     state = _over_prefixes(q4, prefix, plan, layer, soft_cap)
@@ -285,6 +296,19 @@ def _attend(
     state = _Softmax(largest, total, state.values * keep[..., None])
   total = jnp.where(state.total == 0, 1.0, state.total)
   return (state.values / total[..., None]).reshape(num_rows, num_heads, head_dim).astype(q.dtype)
+
+
+def _gpu_form(plan: DecodePlan, q: jax.Array, prefix: tuple[Any, ...], suffix: tuple[Any, ...]):
+  """The form for Hopper, where it fits the arrays."""
+  # Imported where it is chosen: Mosaic GPU takes a quarter of a second, and others have no use for it.
+  from rlax_stack.pallas_kernels import shared_prefix_decode_gpu
+
+  rows_per_block = plan.work.block_rows.shape[1]
+  absent = dispatch.no_gpu_form(q.dtype, q.shape[-1]) or shared_prefix_decode_gpu.no_form(
+    prefix, suffix, columns=rows_per_block * q.shape[2]
+  )
+  dispatch.choose('shared-prefix decode', 'pallas', absent=absent)
+  return shared_prefix_decode_gpu.softmax_state
 
 
 def _oldest(plan: DecodePlan) -> jax.Array | None:

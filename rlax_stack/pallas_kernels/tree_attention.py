@@ -60,8 +60,9 @@ def tree_attention(
     soft_cap: scores become soft_cap * tanh(score / soft_cap), as in Gemma 2; None for none.
     sinks: float32 [H], a score per head that takes part in the softmax and has no value (gpt-oss); None for none.
     scale: of the scores; Dh ** -0.5 when None.
-    implementation: 'auto', 'pallas' (TPU), 'xla' (block-structured, no T x T array), or 'reference' (dense).
-      'auto' is 'pallas' on a TPU and 'xla' elsewhere.
+    implementation: 'auto', 'pallas' (TPU; Hopper GPUs for bfloat16 heads of width 64 and 128), 'xla'
+      (block-structured, no T x T array), or 'reference' (dense). 'auto' is 'pallas' on a TPU and 'xla' elsewhere,
+      on a Hopper GPU too: its kernels were never measured on one.
     mesh: splits rows over data and fsdp, heads over tensor and the tokens of a row over context by shard_map,
       because neither kernels nor loops with a dynamic trip count are partitioned automatically. None: the
       arrays live whole on each device.
@@ -144,25 +145,41 @@ def prepare_tree_attention(
 
 def _kernel(implementation, shape, *, tokens, options, mesh, visits) -> Kernel:
   device = dispatch.target_device(mesh)
-  chosen = dispatch.choose('tree attention', implementation, absent=dispatch.no_pallas(device))
+  on_gpu, absent = dispatch.is_gpu(device), dispatch.no_pallas(device, on_gpu=True)
+  if on_gpu:
+    absent = absent or dispatch.no_gpu_form(shape.dtype, shape.head_dim)
+  chosen = dispatch.choose('tree attention', implementation, absent=absent, measured=not on_gpu)
   if chosen == 'pallas':
-    blocks = block_sizes.tree_blocks(
-      device.device_kind,
-      group=shape.heads // shape.kv_heads,
-      head_dim=shape.head_dim,
-      itemsize=jnp.dtype(shape.dtype).itemsize,
-      tokens=tokens,
-    )
-    spec = tree_attention_tpu.TpuSpec(
-      **options, block_q=blocks.q, block_kv=blocks.kv, vmem_limit=blocks.vmem_limit, pairs=visits
-    )
-    make, attend = tree_attention_tpu.make_tables, tree_attention_tpu.attend
-    return Kernel(spec, blocks.q, blocks.kv, make, attend)
+    return _gpu_kernel(options) if on_gpu else _tpu_kernel(device, shape, tokens, options, visits)
   spec = tree_attention_xla.XlaSpec(**options)
   if chosen == 'reference':
     return Kernel(spec, 1, 1, lambda spec, kinds: (), dense)
   make, attend = tree_attention_xla.make_tables, tree_attention_xla.attend
   return Kernel(spec, spec.block, spec.block, make, attend)
+
+
+def _tpu_kernel(device, shape, tokens, options, visits) -> Kernel:
+  blocks = block_sizes.tree_blocks(
+    device.device_kind,
+    group=shape.heads // shape.kv_heads,
+    head_dim=shape.head_dim,
+    itemsize=jnp.dtype(shape.dtype).itemsize,
+    tokens=tokens,
+  )
+  spec = tree_attention_tpu.TpuSpec(
+    **options, block_q=blocks.q, block_kv=blocks.kv, vmem_limit=blocks.vmem_limit, pairs=visits
+  )
+  make, attend = tree_attention_tpu.make_tables, tree_attention_tpu.attend
+  return Kernel(spec, blocks.q, blocks.kv, make, attend)
+
+
+def _gpu_kernel(options) -> Kernel:
+  # Imported where it is chosen: Mosaic GPU takes a quarter of a second, and others have no use for it.
+  from rlax_stack.pallas_kernels import tree_attention_gpu
+
+  spec = tree_attention_gpu.GpuSpec(**options)
+  make, attend = tree_attention_gpu.make_tables, tree_attention_gpu.attend
+  return Kernel(spec, spec.block_q, spec.block_kv, make, attend)
 
 
 def _check_arrays(q, k, v, positions):

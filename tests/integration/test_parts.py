@@ -219,7 +219,7 @@ def test_mistakes_in_prompts_and_context(config):
   with pytest.raises(ConfigError, match='= 108 exceeds the context'):
     assembly.load_checked_model(dataclasses.replace(config, rollout=rollout), {})
   section = dataclasses.replace(config.model, kernels='pallas')
-  with pytest.raises(ConfigError, match='kernels=pallas needs a TPU, and this is cpu'):
+  with pytest.raises(ConfigError, match='kernels=pallas is absent: it is for TPU and Hopper GPUs'):
     assembly.load_checked_model(dataclasses.replace(config, model=section), {})
 
 

@@ -1,4 +1,7 @@
+import types
+
 import jax
+import jax.numpy as jnp
 import pytest
 
 from rlax_stack import sharding
@@ -6,6 +9,8 @@ from rlax_stack.pallas_kernels.dispatch import (
   IMPLEMENTATIONS,
   WITHOUT_REFERENCE,
   choose,
+  is_gpu,
+  no_gpu_form,
   no_pallas,
   target_device,
 )
@@ -38,3 +43,26 @@ def test_a_form_that_a_kernel_has_not_is_refused():
 
 def test_devices_without_pallas_forms_say_why():
   assert no_pallas(jax.devices()[0]) == 'it is for TPU, and this is cpu'
+  assert (
+    no_pallas(jax.devices()[0], on_gpu=True) == 'it is for TPU and Hopper GPUs, and this is cpu'
+  )
+  gpu = types.SimpleNamespace(platform='gpu', compute_capability='9.0')
+  assert no_pallas(gpu) == 'it is for TPU, and this is gpu'
+  old = jax.__version_info__ < (0, 12)
+  assert is_gpu(gpu) and not is_gpu(jax.devices()[0])
+  assert (no_pallas(gpu, on_gpu=True) is None) != old
+  for capability in ('8.0', '10.0', 'gfx90a'):
+    gpu.compute_capability = capability
+    expected = 'needs jax 0.12' if old else f'has compute capability {capability}'
+    assert expected in no_pallas(gpu, on_gpu=True)
+
+
+def test_auto_leaves_alone_what_was_never_measured():
+  assert choose('k', 'auto', absent=None, measured=False) == 'xla'
+  assert choose('k', 'pallas', absent=None, measured=False) == 'pallas'
+
+
+def test_arrays_that_gpu_forms_do_not_fit_say_why():
+  assert no_gpu_form(jnp.bfloat16, 64) is None
+  assert 'bfloat16, and this is float32' in no_gpu_form(jnp.float32, 64)
+  assert 'width 64 and 128, and this is 80' in no_gpu_form(jnp.bfloat16, 80)

@@ -272,7 +272,11 @@ def test_mesh_errors_say_what_to_change():
 def test_bad_arguments_are_refused():
   q, k, v, positions, ends, _ = _inputs([_layout(THREE_LEVELS, 150)])
   refused = [
-    ('it is for TPU, and this is cpu', (q, k, v, positions, ends), {'implementation': 'pallas'}),
+    (
+      'it is for TPU and Hopper GPUs, and this is cpu',
+      (q, k, v, positions, ends),
+      {'implementation': 'pallas'},
+    ),
     ('unknown', (q, k, v, positions, ends), {'implementation': 'flash'}),
     ('divide those of q', (q[:, :, :3], k, v, positions, ends), {}),
     ('soft_cap must be above 0', (q, k, v, positions, ends), {'soft_cap': 0.0}),

@@ -1,6 +1,7 @@
 """What happens to rows between the logits: they draw, take a token, and start (inside jit)."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ def accept(rows: RowState, token: jax.Array, who: jax.Array) -> RowState:
 
 def likeliest(
   engine: EngineConfig, logits: jax.Array, rows: RowState
-) -> tuple[jax.Array | None, jax.Array | None]:
+) -> tuple[Any, Any]:
   """Ids and log-probs [M, max_top_log_probs] of the likeliest tokens; zeros where no row asks, None if none may."""
   tops = engine.max_top_log_probs
   if not tops:

@@ -1,6 +1,7 @@
 """Compiles for described TPU topologies on a machine without one; needs libtpu (make aot)."""
 
 import os
+import re
 
 # Before libtpu is loaded: no machine is asked what it is, and two test processes may load it at once.
 os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
@@ -33,15 +34,40 @@ def make_tpu_mesh():
 
 @pytest.fixture(scope='session')
 def compile_for():
-  """Function (mesh, function, {name: (shape, dtype, spec)}) -> the compiled program."""
+  """Function (mesh, function, {name: (shape, dtype, spec)}) -> the compiled program.
 
-  def compile_(mesh, function, **arguments):
+  `quick` asks XLA for less effort, which halves the time: kernels and their memory are the same, and what XLA makes
+  of the rest takes a little more or less of it.
+  """
+
+  def compile_(mesh, function, *, quick=False, **arguments):
+    options = {'optimization_level': 'O1'} if quick else {}
     shapes = [
       jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
       for shape, dtype, spec in arguments.values()
     ]
     # Mosaic asks for the device it lowers to; none is attached, so the mesh must say it.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return jax.jit(function).lower(*shapes).compile()
+      return jax.jit(function).lower(*shapes).compile(compiler_options=options)
 
   return compile_
+
+
+@pytest.fixture(scope='session')
+def vmem_of():
+  """Function (compiled program) -> the VMEM of each of its Pallas kernels, in bytes, as the compiler laid it out."""
+
+  def read(compiled):
+    used = re.compile(
+      r'op_name="[^"]*?(\w+)\)*/pallas_call".*"used_scoped_memory_configs":\[([^\]]*)\]'
+    )
+    lines = [line for line in compiled.as_text().splitlines() if 'tpu_custom_call' in line]
+    found = [used.search(line) for line in lines]
+    assert found
+    assert all(found), 'a kernel does not say what VMEM it takes'
+    return {
+      match[1]: sum(int(size) for size in re.findall(r'"size":"(\d+)"', match[2]))
+      for match in found
+    }
+
+  return read

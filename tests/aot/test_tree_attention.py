@@ -71,7 +71,9 @@ def test_one_chip(generation, name, make_tpu_mesh, compile_for, vmem_of):
 
 @pytest.mark.parametrize('generation', _GENERATIONS)
 @pytest.mark.parametrize('tokens', [32768, 131072])
-@pytest.mark.parametrize(('heads', 'chips'), [(32, 1), (64, 4)])
+@pytest.mark.parametrize(
+  ('heads', 'chips'), [(32, 1), pytest.param(64, 4, marks=pytest.mark.aot_all)]
+)
 def test_long_rows(generation, tokens, heads, chips, make_tpu_mesh, compile_for, vmem_of):
   mesh = make_tpu_mesh(generation, tensor=chips)
   arguments = _arguments(1, tokens, heads, 8, 128)

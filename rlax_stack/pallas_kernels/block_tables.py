@@ -137,8 +137,12 @@ def block_list(
   key = lax.sort(jnp.where(kind == EMPTY, _LAST, key), dimension=1, is_stable=False)
   major, minor = key >> (_BLOCK_BITS + _KIND_BITS), (key >> _KIND_BITS) & (MAX_BLOCKS - 1)
   q_block, kv_block = (minor, major) if by_key else (major, minor)
-  packed = ((key & ((1 << _KIND_BITS) - 1)) << (2 * _BLOCK_BITS)) | (q_block << _BLOCK_BITS) | kv_block
-  return BlockList(jnp.where(key == _LAST, 0, packed), jnp.sum(kind != EMPTY, axis=1, dtype=jnp.int32))
+  packed = (
+    ((key & ((1 << _KIND_BITS) - 1)) << (2 * _BLOCK_BITS)) | (q_block << _BLOCK_BITS) | kv_block
+  )
+  return BlockList(
+    jnp.where(key == _LAST, 0, packed), jnp.sum(kind != EMPTY, axis=1, dtype=jnp.int32)
+  )
 
 
 def split_wide(kinds: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:

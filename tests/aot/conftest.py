@@ -1,5 +1,6 @@
 """Compiles for described TPU topologies on a machine without one; needs libtpu (make aot)."""
 
+import contextlib
 import os
 import re
 
@@ -33,22 +34,37 @@ def make_tpu_mesh():
 
 
 @pytest.fixture(scope='session')
-def compile_for():
-  """Function (mesh, function, {name: (shape, dtype, spec)}) -> the compiled program.
+def less_effort():
+  """Context in which XLA compiles with less effort, which halves the time.
 
-  `quick` asks XLA for less effort, which halves the time: kernels and their memory are the same, and what XLA makes
-  of the rest takes a little more or less of it.
+  Kernels and their memory are the same; what XLA makes of the rest takes a little more or less of it.
   """
 
+  @contextlib.contextmanager
+  def context():
+    before = jax.config.jax_optimization_level
+    jax.config.update('jax_optimization_level', 'O1')
+    try:
+      yield
+    finally:
+      jax.config.update('jax_optimization_level', before)
+
+  return context
+
+
+@pytest.fixture(scope='session')
+def compile_for(less_effort):
+  """Function (mesh, function, {name: (shape, dtype, spec)}) -> the compiled program; `quick` is `less_effort`."""
+
   def compile_(mesh, function, *, quick=False, **arguments):
-    options = {'optimization_level': 'O1'} if quick else {}
     shapes = [
       jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
       for shape, dtype, spec in arguments.values()
     ]
     # Mosaic asks for the device it lowers to; none is attached, so the mesh must say it.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-      return jax.jit(function).lower(*shapes).compile(compiler_options=options)
+    effort = less_effort if quick else contextlib.nullcontext
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), effort():
+      return jax.jit(function).lower(*shapes).compile()
 
   return compile_
 

@@ -9,7 +9,7 @@ PARITY_PYTHON ?= $(PYTHON)
 AOT_VENV ?= .venv-aot
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-quick parity aot lint format docs clean install install-dev
+.PHONY: help quickstart test test-quick parity aot aot-all lint format docs clean install install-dev
 
 help:  ## this text
 	@echo 'make TARGET [PYTHON=3.12] [ARGS="more arguments"]'
@@ -29,6 +29,10 @@ parity:  ## compare logits with torch and transformers (in .venv-parity)
 	$(PARITY_VENV)/bin/python -m pytest --timeout=900 tests/parity $(ARGS)
 
 aot:  ## compile the kernels for TPU, without one (in .venv-aot)
+	@.ci/environment $(AOT_VENV) dev,aot $(PYTHON)
+	$(AOT_VENV)/bin/python -m pytest tests/aot -m 'not aot_all' $(ARGS)
+
+aot-all:  ## the same for every row length of the largest heads as well, which takes a minute more
 	@.ci/environment $(AOT_VENV) dev,aot $(PYTHON)
 	$(AOT_VENV)/bin/python -m pytest tests/aot $(ARGS)
 

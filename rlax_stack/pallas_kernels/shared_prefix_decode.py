@@ -370,7 +370,8 @@ def shared_prefix_decode_reference(
   out = np.zeros(q.shape)
 
   def keys_of(prefix: np.ndarray, suffix: np.ndarray, row: int, view: PrefixView) -> np.ndarray:
-    shared = np.concatenate([prefix[layer, page] for page in view.pages], 1)[:, : view.length]
+    pages = [prefix[layer, page] for page in view.pages]
+    shared = np.concatenate([prefix[layer, 0, :, :0], *pages], 1)[:, : view.length]
     own = np.concatenate(list(suffix[layer, suffix_pages[row]]), 1)[:, : suffix_length[row]]
     joined = np.concatenate([shared, own], 1).astype(np.float64)
     return joined if window is None else joined[:, -window:]

@@ -62,9 +62,7 @@ def accept(rows: RowState, token: jax.Array, who: jax.Array) -> RowState:
   )
 
 
-def likeliest(
-  engine: EngineConfig, logits: jax.Array, rows: RowState
-) -> tuple[Any, Any]:
+def likeliest(engine: EngineConfig, logits: jax.Array, rows: RowState) -> tuple[Any, Any]:
   """Ids and log-probs [M, max_top_log_probs] of the likeliest tokens; zeros where no row asks, None if none may."""
   tops = engine.max_top_log_probs
   if not tops:

@@ -36,20 +36,27 @@ def _step(window, scaled, work):
   return step
 
 
+# Key heads, query heads to each, width: Llama-3-8B and Qwen3-8B, Llama-3-70B and Qwen3-32B, Qwen2.5-7B.
+_HEADS = [(8, 4, 128), (8, 8, 128), (4, 7, 128)]
+_PLAIN = [
+  (generation, heads, jnp.bfloat16, None)
+  for generation in ('v5e', 'v5p', 'v6e', 'tpu7x')
+  for heads in _HEADS
+]
+
+
 @pytest.mark.parametrize(
   ('generation', 'heads', 'dtype', 'window'),
   [
-    ('v5e', (8, 4, 128), jnp.bfloat16, None),
+    *_PLAIN,
     ('v5p', (8, 8, 128), jnp.bfloat16, 4096),
-    ('v6e', (4, 7, 128), jnp.bfloat16, None),
-    ('tpu7x', (8, 4, 128), jnp.bfloat16, None),
     ('v5e', (8, 8, 64), jnp.bfloat16, 128),
     ('v5e', (2, 4, 256), jnp.float32, None),
     ('v6e', (8, 4, 128), jnp.int8, None),
     ('tpu7x', (8, 4, 128), jnp.float8_e4m3fn, None),
   ],
 )
-def test_groups_of_sixteen(generation, heads, dtype, window, make_tpu_mesh, compile_for):
+def test_groups_of_sixteen(generation, heads, dtype, window, make_tpu_mesh, compile_for, vmem_of):
   kv_heads, ratio, width = heads
   slots, per_row, per_prompt = 64, 16, 2048 // _PAGE
   views = [
@@ -67,6 +74,7 @@ def test_groups_of_sixteen(generation, heads, dtype, window, make_tpu_mesh, comp
   compiled = compile_for(
     mesh,
     _step(window, q_dtype != dtype, jax.tree.map(np.asarray, work)),
+    quick=True,
     q=((slots, kv_heads, ratio, width), q_dtype, ()),
     prefix_k=prefix,
     prefix_v=prefix,
@@ -76,7 +84,10 @@ def test_groups_of_sixteen(generation, heads, dtype, window, make_tpu_mesh, comp
     suffix_length=lengths,
     pages=((slots, per_row), jnp.int32, ()),
   )
-  assert 'tpu_custom_call' in compiled.as_text()
+  # Two pages of keys and of values, of prefixes and of suffixes; queries, their softmax, and room to work.
+  pages = 2 * 2 * kv_heads * (_PAGE + _BLOCK) * max(width, 128) * jnp.dtype(dtype).itemsize
+  state = 2 * kv_heads * 16 * ratio * (2 * 128 + 2 * width) * 4
+  assert vmem_of(compiled)['shared_prefix_decode'] < pages + state + (2 << 20)
   assert dispatch.target_device(mesh).platform == 'tpu'
   # Neither table is copied: a step holds less than one layer of them. Heads of 64 are laid out anew in 128 lanes.
   if width >= 128:

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from rlax_stack.pallas_kernels import tree_attention_tpu, tree_rows
@@ -108,20 +106,6 @@ def test_reads_nothing_uninitialised_out_of_bounds_or_in_a_race(name):
   layouts = [_TREES[0], _group(100, [20], 512)]
   inputs = _inputs(layouts, *sizes, with_sinks='sinks' in name)
   _check(inputs, _spec(sizes[2], interpret=STRICT, **options))
-
-
-@pytest.mark.slow
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(
-  prompt=st.sampled_from([1, 127, 128, 129, 200]),
-  suffixes=st.lists(st.sampled_from([1, 2, 31, 127, 128, 129]), max_size=16),
-  nested=st.booleans(),
-)
-def test_any_group_equals_reference(prompt, suffixes, nested):
-  kept = [n for i, n in enumerate(suffixes) if prompt + sum(suffixes[: i + 1]) <= 480]
-  if nested and kept:
-    kept = [(kept[0], [5, (11, [3, 4])]), *kept[1:]]
-  _check(_inputs([_group(prompt, kept, 512)], 4, 2, 64), _spec(64))
 
 
 def test_bfloat16_errors_are_those_of_its_products():

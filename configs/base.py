@@ -67,6 +67,8 @@ def get_config():
   config.rollout.kv_fraction = 1.0  # KV memory of samples, of slots x max_tokens; short: some wait
   config.rollout.prefill_chunk = 0  # tokens of a piece of a long prompt; 0 = up to 2,048
   config.rollout.prefill_budget = 8192  # prompt tokens computed between two chunks, at most
+  config.rollout.weights = 'same'  # of layers: same (compute_dtype) | int8 | fp8 | int8_dynamic
+  config.rollout.kv = 'same'  # keys and values: same (compute_dtype) | int8 | fp8
   config.rollout.swap_mode = 'in_place'  # running samples at new weights: in_place, retract, drain
 
   # The boxes of the loss, each `name` or `name(option=value, ...)`; docs/algorithms.md lists them

@@ -215,6 +215,8 @@ def make_scheduler(config: RunConfig, model: LoadedModel) -> Scheduler:
     prefill_budget=rollout.prefill_budget,
     logit_controls=changes_logits(train_sampling(config, ())),
     compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
+    weights=rollout.weights,
+    kv=rollout.kv,
     kernels=config.model.kernels,
   )
   pages = max(sizes.pages_per_sample, math.ceil(rollout.kv_fraction * sizes.suffix_pages))

@@ -84,6 +84,8 @@ class RolloutSection:
   kv_fraction: float
   prefill_chunk: int
   prefill_budget: int
+  weights: str
+  kv: str
   swap_mode: str
 
 

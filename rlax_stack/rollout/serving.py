@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.quantised import Kernel, columns_product
 from rlax_stack.models.rope import rope_inverse_frequencies
 
 
@@ -21,7 +22,7 @@ class ServingParams(NamedTuple):
   """What every engine call takes: the model's own tree for prefill and fused kernels for decode."""
 
   model: decoder.Params  # the tree of models/decoder.py, in the compute dtype
-  kernels: tuple[dict[str, jax.Array], ...]  # one dict per layer: qkv, o, gate_up, down, [out, in]
+  kernels: tuple[dict[str, Kernel], ...]  # one dict per layer: qkv, o, gate_up, down, [out, in]
   qkv_bias: jax.Array | None  # [L, out], where the model has one
 
 
@@ -68,7 +69,7 @@ def _norm(scale: jax.Array, x: jax.Array, epsilon: float) -> jax.Array:
 
 def _product(params: ServingParams, name: str, layer: jax.Array, x: jax.Array) -> jax.Array:
   """Kernel `name` of a layer times x [in, M]."""
-  branches = [lambda y, w=kernels[name]: w @ y for kernels in params.kernels]
+  branches = [lambda y, w=kernels[name]: columns_product(w, y) for kernels in params.kernels]
   return jax.lax.switch(layer, branches, x)
 
 

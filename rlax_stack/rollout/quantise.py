@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import qwix
 
 from rlax_stack.models import decoder
-from rlax_stack.models.quantised import Kernel, quantise_kernel
+from rlax_stack.models.quantised import Kernel, quantise_kernel, quantise_lines
 from rlax_stack.pallas_kernels.shared_prefix_decode import KVScales
 from rlax_stack.rollout.serving import ServingParams
 
@@ -72,10 +71,8 @@ def write_table(table: KVTable, at: Any, new: jax.Array, *, unique_indices: bool
   """The table with keys or values [..., Dh] at an index of its axes but the last; places outside are dropped."""
   stored: Any = new
   if isinstance(table, QuantisedTable):
-    quantised = qwix.quantize(
-      new.astype(jnp.float32), table.values.dtype, channelwise_axes=tuple(range(new.ndim - 1))
-    )
-    stored = QuantisedTable(quantised.qvalue, quantised.scale[..., 0])
+    values, scales = quantise_lines(new, table.values.dtype)
+    stored = QuantisedTable(values, scales[..., 0])
   return jax.tree.map(
     lambda old, x: old.at[at].set(x, unique_indices=unique_indices, mode='drop'), table, stored
   )

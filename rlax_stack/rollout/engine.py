@@ -267,8 +267,8 @@ class Engine:
     self._generate = jax.jit(functools.partial(_generate, config, engine_config), donate_argnums=1)
     self._release = jax.jit(lambda active, slot: active.at[slot].set(False), donate_argnums=0)
     # Scales come from the weights as they are given, not from rounded ones.
-    fused = engine_config.compute_dtype if engine_config.weights == 'same' else jnp.float32
-    self._fuse = jax.jit(functools.partial(serving.fuse_layer, dtype=fused))
+    dtype = engine_config.compute_dtype if engine_config.weights == 'same' else jnp.float32
+    self._fuse = jax.jit(functools.partial(serving.fuse_layer, dtype=dtype))
 
   @property
   def max_concurrent_decodes(self) -> int:

@@ -266,9 +266,6 @@ class Engine:
     self._start = jax.jit(functools.partial(_start_rows, engine_config), donate_argnums=1)
     self._generate = jax.jit(functools.partial(_generate, config, engine_config), donate_argnums=1)
     self._release = jax.jit(lambda active, slot: active.at[slot].set(False), donate_argnums=0)
-    # Scales come from the weights as they are given, not from rounded ones.
-    dtype = engine_config.compute_dtype if engine_config.weights == 'same' else jnp.float32
-    self._fuse = jax.jit(functools.partial(serving.fuse_layer, dtype=dtype))
 
   @property
   def max_concurrent_decodes(self) -> int:
@@ -285,15 +282,13 @@ class Engine:
     dtype, kind = self.engine_config.compute_dtype, self.engine_config.weights
     # The learner may shard its weights over devices; an engine decodes on one.
     params = jax.device_put(params, self._device)
-    # One small program, run once a layer: compiling the whole conversion at once takes seconds.
-    fused = (self._fuse(params['layers'], np.int32(i)) for i in range(self.config.num_layers))
-    has_bias = self.config.attention_bias
-    bias = serving.fuse_bias(params['layers'], dtype) if has_bias else None
     if kind == 'same':
       model = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
-      return ServingParams(model, tuple(fused), bias)
-    kernels = tuple(quantise.quantise_layer(kernels, kind) for kernels in fused)
-    return ServingParams(quantise.quantise_model(params, kind, dtype), kernels, bias)
+    else:
+      model = quantise.quantise_model(params, kind, dtype)
+    has_bias = self.config.attention_bias
+    bias = serving.fuse_bias(params['layers'], dtype) if has_bias else None
+    return ServingParams(model, serving.fuse_layers(model['layers'], dtype), bias)
 
   def init_decode_state(self) -> DecodeState:
     """Empty tables and idle slots."""

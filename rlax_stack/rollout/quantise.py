@@ -8,29 +8,26 @@ LM head, norms, biases, softmax and log-probs stay as they are. Not for the arit
 Invariant: prefill and decode multiply by the same quantised weights, so log-probs are those of the policy that samples.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rlax_stack.models import decoder
-from rlax_stack.models.quantised import Kernel, quantise_kernel, quantise_lines
+from rlax_stack.models.quantised import quantise_kernel, quantise_lines
 from rlax_stack.pallas_kernels.shared_prefix_decode import KVScales
-from rlax_stack.rollout.serving import ServingParams
+from rlax_stack.rollout.serving import ServingParams, fuse_layers
 
 KV_KINDS = {'int8': jnp.int8, 'fp8': jnp.float8_e4m3fn}
 
 _quantise_kernel = jax.jit(quantise_kernel, static_argnames='kind')
 
 
-def quantise_layer(kernels: Mapping[str, Any], kind: str) -> dict[str, Kernel]:
-  """The fused kernels of one layer, quantised; `kind` is one of KERNEL_KINDS, as below."""
-  return {name: _quantise_kernel(kernel, kind=kind) for name, kernel in kernels.items()}
-
-
 def quantise_model(params: decoder.Params, kind: str, dtype: Any) -> decoder.Params:
-  """The tree of models/decoder.py with quantised kernels in its layers and `dtype` everywhere else."""
+  """The tree of models/decoder.py with quantised kernels in its layers and `dtype` everywhere else.
+
+  `kind` is one of KERNEL_KINDS, as below.
+  """
 
   def part(name: str, arrays: dict[str, jax.Array]) -> dict[str, Any]:
     held = {key: jnp.asarray(x, dtype) for key, x in arrays.items() if key != 'kernel'}
@@ -46,8 +43,8 @@ def quantise_model(params: decoder.Params, kind: str, dtype: Any) -> decoder.Par
 def quantise_params(params: ServingParams, kind: str) -> ServingParams:
   """A quantised copy of weights in serving form, which must not be quantised already."""
   dtype = params.model['embedder']['embedding'].dtype
-  kernels = tuple(quantise_layer(kernels, kind) for kernels in params.kernels)
-  return ServingParams(quantise_model(params.model, kind, dtype), kernels, params.qkv_bias)
+  model = quantise_model(params.model, kind, dtype)
+  return ServingParams(model, fuse_layers(model['layers'], dtype), params.qkv_bias)
 
 
 class QuantisedTable(NamedTuple):

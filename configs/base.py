@@ -68,6 +68,8 @@ def get_config():
   config.rollout.prefill_chunk = 0  # tokens of a piece of a long prompt; 0 = up to 2,048
   config.rollout.prefill_budget = 8192  # prompt tokens computed between two chunks, at most
   config.rollout.max_draft = 0  # proposed tokens per sample that idle slots check; 0 = none
+  config.rollout.weights = 'same'  # of layers: same (compute_dtype) | int8 | fp8 | int8_dynamic
+  config.rollout.kv = 'same'  # keys and values: same (compute_dtype) | int8 | fp8
   config.rollout.swap_mode = 'in_place'  # running samples at new weights: in_place, retract, drain
 
   # The boxes of the loss, each `name` or `name(option=value, ...)`; docs/algorithms.md lists them

@@ -219,6 +219,8 @@ def engine_sizes(config: RunConfig, *, serving: bool = False) -> EngineConfig:
     max_logit_bias=300 if serving else 16,
     max_top_log_probs=20 if serving else 0,
     compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
+    weights=rollout.weights,
+    kv=rollout.kv,
     kernels=config.model.kernels,
   )
   pages = max(sizes.pages_per_sample, math.ceil(rollout.kv_fraction * sizes.suffix_pages))

@@ -85,6 +85,8 @@ class RolloutSection:
   prefill_chunk: int
   prefill_budget: int
   max_draft: int
+  weights: str
+  kv: str
   swap_mode: str
 
 

@@ -17,6 +17,8 @@ _CHOICES = {
   'learner.decay': ('constant', 'linear', 'cosine'),
   'learner.remat': ('none', 'layer', 'dots'),
   'fleet.runtime': ('local',),
+  'rollout.weights': ('same', 'int8', 'fp8', 'int8_dynamic'),
+  'rollout.kv': ('same', 'int8', 'fp8'),
   'rollout.swap_mode': ('in_place', 'retract', 'drain'),
   'observe.progress': ('auto', 'live', 'plain', 'off'),
 }

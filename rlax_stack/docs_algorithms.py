@@ -35,8 +35,8 @@ A method is a recipe: a config file that names one box per slot. Run one, or ove
         --config.objective.trust_region='dual_clip(absolute_high=4)'
 
 Bounds say what they bound: `delta` is a distance from 1 (in log space from 0), `absolute` a value.
-`auto` among the corrections is `token_tis(absolute_high=2)` where samples may be stale or a batch gets several updates,
-and nothing otherwise.
+`auto` among the corrections is `token_tis(absolute_high=2)` where samples may be stale or come from quantised weights
+or KV, or a batch gets several updates, and nothing otherwise.
 
 ## Methods
 """

@@ -32,8 +32,10 @@ def resolve_objective(config: RunConfig) -> Objective:
 
 
 def off_policy(config: RunConfig) -> bool:
-  """Whether a sample may be trained on by other weights than those that drew it."""
-  return config.fleet.max_staleness > 0 or config.learner.updates_per_batch > 1
+  """Whether a sample may be trained on by another policy than the one that drew it."""
+  rollout = config.rollout
+  quantised = rollout.weights != 'same' or rollout.kv != 'same'
+  return quantised or config.fleet.max_staleness > 0 or config.learner.updates_per_batch > 1
 
 
 def objective_problems(config: RunConfig) -> Iterator[str]:
@@ -68,7 +70,8 @@ def objective_problems(config: RunConfig) -> Iterator[str]:
       f'top_k, top_p and min_p change the support of the sampled distribution, so the importance '
       f'ratio ({reads}) is not defined without the kept set. Set config.rollout.top_k=0, top_p=1 and '
       'min_p=0, or keep to the sampling policy: config.fleet.max_staleness=0, '
-      "config.learner.updates_per_batch=1, ratio 'token' and no correction."
+      "config.learner.updates_per_batch=1, config.rollout.weights=same, kv=same, ratio 'token' and no "
+      'correction.'
     )
 
 
@@ -81,4 +84,4 @@ def _importance_ratio(config: RunConfig, objective: Objective) -> str:
     return ''
   if dict(objective.ratio.options).get('base') == 'behaviour':
     return f'config.objective.ratio={objective.ratio.text}'
-  return 'max_staleness or updates_per_batch' if off_policy(config) else ''
+  return 'max_staleness, updates_per_batch or quantised rollouts' if off_policy(config) else ''

@@ -21,6 +21,7 @@ from flax import nnx
 
 from rlax_stack.errors import ConfigError
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.quantised import QuantisedKernel, rows_product
 from rlax_stack.models.rotary import rotate, rotation
 
 Params = dict[str, Any]
@@ -36,7 +37,7 @@ _REMAT_POLICIES = {
 
 
 class Linear(nnx.Module):
-  """y = x Wᵀ (+ b) with W stored [out, in]; computes in the dtype of x.
+  """y = x Wᵀ (+ b) with W stored [out, in], quantised or not; computes in the dtype of x.
 
   Under `jax.default_matmul_precision('highest')` the sum over `in` is taken in blocks: less rounding, and
   slower. For comparing logits, not for training.
@@ -52,9 +53,12 @@ class Linear(nnx.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     # Two-dimensional, because the kernel's gradient over two row axes at once is slower on CPU.
     flat = x.reshape(-1, x.shape[-1])
-    kernel = self.kernel[...].astype(x.dtype)
-    y = _product(flat, kernel)
-    y = y.reshape(*x.shape[:-1], kernel.shape[0])
+    kernel = self.kernel.get_value()
+    if isinstance(kernel, QuantisedKernel):
+      y = rows_product(flat, kernel)
+    else:
+      y = _product(flat, kernel.astype(x.dtype))
+    y = y.reshape(*x.shape[:-1], y.shape[1])
     if self.bias is None:
       return y
     return y + self.bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -28,10 +28,16 @@ def loss_metrics(
 
   kl_behaviour = E[ρ − 1 − log ρ] estimates KL(behaviour ‖ current), kl_behaviour_reverse =
   E[ρ log ρ − ρ + 1] KL(current ‖ behaviour), both of the sampled tokens, ρ = current / behaviour.
+
+  sampler_kl = E[w − 1 − log w] and sampler_log_ratio_max = max |log w|, w = proximal / behaviour, take only tokens that
+  the learner's version drew: they show what the sampler computes otherwise than the learner (quantised weights or KV,
+  other kernels) and not that it lags. Both are 0 where the batch has no such token.
   """
   mask = inputs.mask_t
   drift = log_ratio(inputs.log_probs_t, inputs.behaviour_log_probs_t, mask)
-  weight = ratios.exp(log_ratio(inputs.proximal_log_probs_t, inputs.behaviour_log_probs_t, mask))
+  log_weight = log_ratio(inputs.proximal_log_probs_t, inputs.behaviour_log_probs_t, mask)
+  weight = ratios.exp(log_weight)
+  same_version = mask & (inputs.staleness_t == 0)
   moved = ratios.exp(drift) - 1.0
   values = {
     'entropy': inputs.entropy_t,
@@ -49,8 +55,12 @@ def loss_metrics(
   }
   return LossParts(
     loss=jnp.float32(0.0),
-    means={name: masked_mean(value, mask) for name, value in values.items()},
-    maxima={'ratio_max': jnp.max(jnp.where(mask, ratio.ratio_t, 0.0))},
+    means={name: masked_mean(value, mask) for name, value in values.items()}
+    | {'sampler_kl': masked_mean(weight - 1.0 - log_weight, same_version)},
+    maxima={
+      'ratio_max': jnp.max(jnp.where(mask, ratio.ratio_t, 0.0)),
+      'sampler_log_ratio_max': jnp.max(jnp.where(same_version, jnp.abs(log_weight), 0.0)),
+    },
     histograms={'ratio': log_ratio_counts(ratio.log_ratio_t, mask)},
   )
 
@@ -60,7 +70,11 @@ def finished(parts: LossParts) -> dict[str, jax.Array]:
 
   ess_fraction = E[w]² / E[w²] with w = proximal / behaviour, the share of the tokens that counts.
   """
-  scalars = {name: pair.numerator / pair.denominator for name, pair in parts.means.items()}
+  means = dict(parts.means)
+  sampler = means.pop('sampler_kl')
+  scalars = {name: pair.numerator / pair.denominator for name, pair in means.items()}
+  # A batch may hold stale tokens only.
+  scalars['sampler_kl'] = sampler.numerator / jnp.maximum(sampler.denominator, 1.0)
   first, second = scalars.pop('importance_weight'), scalars.pop('importance_weight_squared')
   scalars['ess_fraction'] = first * first / second
   counts = parts.histograms['ratio']

@@ -167,7 +167,7 @@ def resolve(
     regularisers: boxes in order.
     aggregation: one box.
     critic: one box, or 'none'.
-    off_policy: whether samples may be stale or a batch gets several updates.
+    off_policy: whether samples may be stale or drawn by quantised weights, or a batch gets several updates.
     max_tokens: config.rollout.max_tokens, for options of that name that are left at 0.
 
   Raises:

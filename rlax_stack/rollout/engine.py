@@ -18,7 +18,7 @@ from rlax_stack.models.config import ModelConfig
 from rlax_stack.pallas_kernels.decode_work import WorkList
 from rlax_stack.pallas_kernels.shared_prefix_decode import plan_decode, shared_prefix_decode
 from rlax_stack.rollout import prefill as prefill_lib
-from rlax_stack.rollout import serving, speculation
+from rlax_stack.rollout import quantise, serving, speculation
 from rlax_stack.rollout.engine_state import (
   DecodeState,
   EngineConfig,
@@ -39,7 +39,7 @@ def _logits(
   state: DecodeState,
   work: WorkList,
   suffix_pages: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, quantise.KVTable, quantise.KVTable]:
   """Logits [V, M] after each row's newest token, and the suffix KV with that token in it."""
   rows = state.rows
   suffix_k, suffix_v = state.suffix_k, state.suffix_v
@@ -62,20 +62,23 @@ def _logits(
   sin, cos = jax.lax.optimization_barrier(serving.column_rotation(config, rows.position))
   x = decoder.embed(params.model, rows.token, engine.compute_dtype).T
 
-  def run_layer(layer: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+  def run_layer(layer: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
     x, suffix_k, suffix_v = carry
     q, k, v = serving.project_qkv(params, config, layer, x, sin, cos)
     at = (layer, page, slice(None), place)
-    suffix_k = suffix_k.at[at].set(k, unique_indices=True, mode='drop')
-    suffix_v = suffix_v.at[at].set(v, unique_indices=True, mode='drop')
+    suffix_k = quantise.write_table(suffix_k, at, k, unique_indices=True)
+    suffix_v = quantise.write_table(suffix_v, at, v, unique_indices=True)
+    tables = (state.prefix_k, state.prefix_v, suffix_k, suffix_v)
+    prefix_keys, prefix_values, keys, values = map(quantise.table_values, tables)
     attended = shared_prefix_decode(
       q,
-      state.prefix_k,
-      state.prefix_v,
-      suffix_k,
-      suffix_v,
+      prefix_keys,
+      prefix_values,
+      keys,
+      values,
       plan,
       layer=layer,
+      kv_scales=quantise.decode_scales(*tables),
     )
     return serving.finish_layer(params, config, layer, x, attended), suffix_k, suffix_v
 
@@ -153,10 +156,10 @@ def _store_prefix(
   layers, batch, length, kv, dim = prefix.k.shape
   split = (layers, batch * (length // engine.page_size), engine.page_size, kv, dim)
 
-  def store(table: jax.Array, new: jax.Array) -> jax.Array:
-    return table.at[:, pages.reshape(-1)].set(
-      new.reshape(split).transpose(0, 1, 3, 2, 4), mode='drop'
-    )
+  def store(table: quantise.KVTable, new: jax.Array) -> quantise.KVTable:
+    at = (slice(None), pages.reshape(-1))
+    new = new.reshape(split).transpose(0, 1, 3, 2, 4)
+    return quantise.write_table(table, at, new, unique_indices=False)
 
   return state._replace(
     prefix_k=store(state.prefix_k, prefix.k),
@@ -182,7 +185,6 @@ class Engine:
       functools.partial(speculation.speculate, forward, engine_config), donate_argnums=1
     )
     self._release = jax.jit(lambda active, slot: active.at[slot].set(False), donate_argnums=0)
-    self._fuse = jax.jit(functools.partial(serving.fuse_layer, dtype=engine_config.compute_dtype))
 
   @property
   def max_concurrent_decodes(self) -> int:
@@ -195,19 +197,17 @@ class Engine:
     return self.engine_config.max_prompt_tokens
 
   def load_params(self, params: decoder.Params) -> ServingParams:
-    """Serving form of a parameter tree (models/decoder.py) in the compute dtype."""
-    dtype = self.engine_config.compute_dtype
+    """Serving form of a parameter tree (models/decoder.py) in the compute dtype, quantised where that is asked for."""
+    dtype, kind = self.engine_config.compute_dtype, self.engine_config.weights
     # The learner may shard its weights over devices; an engine decodes on one.
     params = jax.device_put(params, self._device)
-    # One small program, run once a layer: compiling the whole conversion at once takes seconds.
-    kernels = tuple(
-      self._fuse(params['layers'], np.int32(i)) for i in range(self.config.num_layers)
-    )
-    model = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+    if kind == 'same':
+      model = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+    else:
+      model = quantise.quantise_model(params, kind, dtype)
     has_bias = self.config.attention_bias
-    return ServingParams(
-      model, kernels, serving.fuse_bias(params['layers'], dtype) if has_bias else None
-    )
+    bias = serving.fuse_bias(params['layers'], dtype) if has_bias else None
+    return ServingParams(model, serving.fuse_layers(model['layers'], dtype), bias)
 
   def init_decode_state(self) -> DecodeState:
     """Empty tables and idle slots."""

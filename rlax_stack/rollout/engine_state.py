@@ -8,7 +8,9 @@ import jax.numpy as jnp
 
 from rlax_stack.errors import ConfigError
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.quantised import KERNEL_KINDS
 from rlax_stack.rollout.logit_controls import LogitControls, TokenCounts, no_controls, no_counts
+from rlax_stack.rollout.quantise import KV_KINDS, KVTable, empty_table
 from rlax_stack.rollout.sampler import RowSampling
 
 RUNNING, STOPPED, LENGTH = 0, 1, 2  # values of RowState.finish
@@ -39,6 +41,8 @@ class EngineConfig:
   tokens per request then. max_top_log_probs: likeliest tokens per position that a request may ask for.
   max_draft: proposed tokens of a row that idle columns check in one step (speculation.py); 0 checks none.
   compute_dtype: of weights, activations and KV; softmax and log-probs are float32 always.
+  weights: 'same' keeps the kernels of the layers in compute_dtype, else one of models.quantised.KERNEL_KINDS.
+  kv: 'same' keeps keys and values in compute_dtype, else one of quantise.KV_KINDS.
   kernels: form of the kernels, 'auto', 'pallas' or 'xla'.
   """
 
@@ -60,6 +64,8 @@ class EngineConfig:
   max_top_log_probs: int = 0
   max_draft: int = 0
   compute_dtype: Any = jnp.float32
+  weights: str = 'same'
+  kv: str = 'same'
   kernels: str = 'auto'
 
   def __post_init__(self):
@@ -70,6 +76,11 @@ class EngineConfig:
       least = 0 if field.default == 0 else 1
       if value < least:
         raise ConfigError(f'EngineConfig.{field.name} must be at least {least}, got {value}.')
+    for name, kinds in (('weights', KERNEL_KINDS), ('kv', KV_KINDS)):
+      if getattr(self, name) not in ('same', *kinds):
+        raise ConfigError(
+          f'EngineConfig.{name} must be one of same, {", ".join(kinds)}, got {getattr(self, name)!r}.'
+        )
     page = self.page_size or min(256, max(16, _power_of_two(self.max_prompt_tokens)))
     # Many rows: small pages, because what a page reads beyond a row's own tokens is wasted bandwidth.
     own_page = self.suffix_page_size or min(
@@ -162,11 +173,11 @@ class RowState(NamedTuple):
 class DecodeState(NamedTuple):
   """Everything an engine holds on the device but the weights; donated by every call that changes it."""
 
-  prefix_k: jax.Array  # [L, pages, K, page_size, Dh]
-  prefix_v: jax.Array
+  prefix_k: KVTable  # [L, pages, K, page_size, Dh]
+  prefix_v: KVTable
   prefix_logits: jax.Array  # float32 [entries, V], of each prompt's last token
-  suffix_k: jax.Array  # [L, suffix_pages, K, suffix_page_size, Dh]
-  suffix_v: jax.Array
+  suffix_k: KVTable  # [L, suffix_pages, K, suffix_page_size, Dh]
+  suffix_v: KVTable
   rows: RowState
 
 
@@ -239,14 +250,14 @@ def empty_rows(engine: EngineConfig, vocab_size: int) -> RowState:
 def empty_state(config: ModelConfig, engine: EngineConfig) -> DecodeState:
   """A state with no prefix and no row; allocates the KV tables once."""
   layers, kv, dim = config.num_layers, config.num_kv_heads, config.head_dim
-  dtype = engine.compute_dtype
+  kind, dtype = engine.kv, engine.compute_dtype
   prefix = (layers, engine.prefix_pages, kv, engine.page_size, dim)
   suffix = (layers, engine.suffix_pages, kv, engine.suffix_page_size, dim)
   return DecodeState(
-    prefix_k=jnp.zeros(prefix, dtype),
-    prefix_v=jnp.zeros(prefix, dtype),
+    prefix_k=empty_table(prefix, kind, dtype),
+    prefix_v=empty_table(prefix, kind, dtype),
     prefix_logits=jnp.zeros((engine.slots, config.vocab_size), jnp.float32),
-    suffix_k=jnp.zeros(suffix, dtype),
-    suffix_v=jnp.zeros(suffix, dtype),
+    suffix_k=empty_table(suffix, kind, dtype),
+    suffix_v=empty_table(suffix, kind, dtype),
     rows=empty_rows(engine, config.vocab_size),
   )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.rollout.engine_state import EngineConfig, Prefix
+from rlax_stack.rollout.quantise import KVTable, read_table
 from rlax_stack.rollout.serving import ServingParams
 
 _QUERY_BLOCK = 256
@@ -78,8 +79,8 @@ def prefill_more(
   config: ModelConfig,
   engine: EngineConfig,
   params: ServingParams,
-  prefix_k: jax.Array,
-  prefix_v: jax.Array,
+  prefix_k: KVTable,
+  prefix_v: KVTable,
   padded_tokens: jax.Array,
   true_length: jax.Array,
   pages: jax.Array,
@@ -100,11 +101,12 @@ def prefill_more(
     queries = scaled.reshape(batch, length, kv, ratio, -1).transpose(0, 2, 3, 1, 4)
 
     def absorb_page(i: jax.Array, state: _Softmax) -> _Softmax:
-      keys, values = (table[layer, pages[:, i]] for table in (prefix_k, prefix_v))
-      at = i * size + token
-      seen = (at[None] < context[:, None])[:, None, :]
+      at = (layer, pages[:, i])
+      keys, values = (read_table(table, at, q.dtype) for table in (prefix_k, prefix_v))
+      place = i * size + token
+      seen = (place[None] < context[:, None])[:, None, :]
       if config.sliding_window is not None:
-        seen = seen & (positions[:, :, None] - at[None, None, :] < config.sliding_window)
+        seen = seen & (positions[:, :, None] - place[None, None, :] < config.sliding_window)
       return _absorb(state, queries, keys, values, jnp.broadcast_to(seen, (batch, length, size)))
 
     state = _empty(queries)

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.quantised import Kernel, QuantisedKernel, columns_product
 from rlax_stack.models.rope import rope_inverse_frequencies
 
 
@@ -21,15 +23,21 @@ class ServingParams(NamedTuple):
   """What every engine call takes: the model's own tree for prefill and fused kernels for decode."""
 
   model: decoder.Params  # the tree of models/decoder.py, in the compute dtype
-  kernels: tuple[dict[str, jax.Array], ...]  # one dict per layer: qkv, o, gate_up, down, [out, in]
+  kernels: tuple[dict[str, Kernel], ...]  # one dict per layer: qkv, o, gate_up, down, [out, in]
   qkv_bias: jax.Array | None  # [L, out], where the model has one
 
 
-def fuse_layer(stacked: decoder.Params, index: jax.Array, *, dtype: Any) -> dict[str, jax.Array]:
-  """Kernels of layer `index` of the stacked layers [L, ...] in `dtype`, with q, k, v and gate, up joined."""
+def fuse_layer(stacked: decoder.Params, index: jax.Array, *, dtype: Any) -> dict[str, Kernel]:
+  """Kernels of layer `index` of the stacked layers [L, ...] in `dtype`, with q, k, v and gate, up joined.
 
-  def join(*names: str) -> jax.Array:
-    return jnp.concatenate([stacked[f'{n}_proj']['kernel'][index].astype(dtype) for n in names])
+  Quantised kernels stay as they are, so that prefill and decode multiply by the same numbers.
+  """
+
+  def join(*names: str) -> Kernel:
+    kernels = [stacked[f'{n}_proj']['kernel'] for n in names]
+    if not isinstance(kernels[0], QuantisedKernel):
+      return jnp.concatenate([kernel[index].astype(dtype) for kernel in kernels])
+    return jax.tree.map(lambda *parts: jnp.concatenate([x[index] for x in parts]), *kernels)
 
   return {
     'qkv': join('q', 'k', 'v'),
@@ -37,6 +45,16 @@ def fuse_layer(stacked: decoder.Params, index: jax.Array, *, dtype: Any) -> dict
     'gate_up': join('gate', 'up'),
     'down': join('down'),
   }
+
+
+_fuse_layer = jax.jit(fuse_layer, static_argnames='dtype')
+
+
+def fuse_layers(stacked: decoder.Params, dtype: Any) -> tuple[dict[str, Kernel], ...]:
+  """`fuse_layer` of every layer."""
+  # One small program, run once a layer: compiling the whole conversion at once takes seconds.
+  count = stacked['attn_norm']['scale'].shape[0]
+  return tuple(_fuse_layer(stacked, np.int32(i), dtype=dtype) for i in range(count))
 
 
 def fuse_bias(stacked: decoder.Params, dtype: Any) -> jax.Array:
@@ -68,7 +86,7 @@ def _norm(scale: jax.Array, x: jax.Array, epsilon: float) -> jax.Array:
 
 def _product(params: ServingParams, name: str, layer: jax.Array, x: jax.Array) -> jax.Array:
   """Kernel `name` of a layer times x [in, M]."""
-  branches = [lambda y, w=kernels[name]: w @ y for kernels in params.kernels]
+  branches = [lambda y, w=kernels[name]: columns_product(w, y) for kernels in params.kernels]
   return jax.lax.switch(layer, branches, x)
 
 

@@ -208,6 +208,50 @@ def test_stale_samples_are_corrected_and_bounded(config, model, tmp_path):
   assert coordinator.counts()['dropped_stale'] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('weights, kv', [('int8', 'int8'), ('fp8', 'same')])
+def test_the_mismatch_of_quantised_samples_is_told_and_corrected(weights, kv, config, model):
+  rollout = dataclasses.replace(config.rollout, weights=weights, kv=kv)
+  config = dataclasses.replace(config, rollout=rollout)
+  learner, scheduler = assembly.make_learner(config, model), assembly.make_scheduler(config, model)
+  scheduler.swap_params(learner.snapshot(), 0)
+  prompts = assembly.make_prompts(config)
+  sampling = sources.train_sampling(config, model.tokenizer.stop_token_ids)
+  with sources.make_chain(config.rewards) as chain:
+    groups = [
+      draw(scheduler, chain, model, prompts.iterator.next(), i, 8, sampling) for i in range(3)
+    ]
+  gaps = np.concatenate(
+    [
+      (score - trajectory.behaviour_log_probs_t)[trajectory.mask_t]
+      for group, scores in zip(groups, learner.score(groups), strict=True)
+      for trajectory, score in zip(group.trajectories, scores, strict=True)
+    ]
+  ).astype(np.float64)
+  assert (
+    np.abs(gaps).max() > 1e-3
+  )  # ten times what an engine of the learner's own weights may differ
+  metrics, weight = learner.train(groups).result(), np.exp(gaps)
+  kl, largest = (weight - 1 - gaps).mean(), np.abs(gaps).max()
+  assert metrics['sampler_kl'] == pytest.approx(kl, rel=0.05)
+  assert metrics['sampler_log_ratio_max'] == pytest.approx(largest, rel=1e-3)
+  assert metrics['correction_mean'] == pytest.approx(np.minimum(weight, 2.0).mean(), rel=1e-5)
+  assert metrics['correction_mean'] != 1.0 and metrics['ratio_max'] == 1.0
+
+
+@pytest.mark.slow
+def test_quantised_rollouts_go_through_the_whole_run(config, model, tmp_path):
+  rollout = dataclasses.replace(config.rollout, weights='int8_dynamic', kv='fp8')
+  run_loop(dataclasses.replace(config, rollout=rollout), model, tmp_path)
+  lines = map(json.loads, (tmp_path / 'metrics.jsonl').read_text().splitlines())
+  steps = [line for line in lines if 'train/sampler_kl' in line]
+  assert len(steps) == STEPS
+  for line in steps:
+    assert line['train/sampler_kl'] > 0 and line['train/sampler_log_ratio_max'] > 1e-3
+    assert line['train/correction_mean'] != 1.0
+    assert line['perf/compilations'] == 0.0
+
+
 def test_mistakes_in_prompts_and_context(config):
   rollout = dataclasses.replace(config.rollout, max_prompt_tokens=1)
   prompts = assembly.make_prompts(config)

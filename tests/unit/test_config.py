@@ -11,6 +11,10 @@ from configs import base
 from rlax_stack import config as config_lib
 from rlax_stack import config_rules
 from rlax_stack.errors import ConfigError
+from rlax_stack.models.quantised import KERNEL_KINDS
+from rlax_stack.objective_rules import off_policy, resolve_objective
+from rlax_stack.rollout.engine_state import EngineConfig
+from rlax_stack.rollout.quantise import KV_KINDS
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = sorted(
@@ -133,6 +137,11 @@ def test_missing_and_mistyped_fields_are_named():
     ({'objective__advantage': 'step_std'}, 'step_std of config.objective reads rewards of steps'),
     ({'rollout__top_p': 0.0}, 'top_p must be above 0'),
     ({'rollout__top_p': 0.9, 'fleet__max_staleness': 1}, 'kept set'),
+    (
+      {'rollout__top_k': 5, 'rollout__kv': 'int8', 'objective__corrections': ()},
+      'quantised rollouts.*kept set',
+    ),
+    ({'rollout__weights': 'int4'}, 'rollout.weights must be one of same, int8, fp8'),
     ({'rollout__temperature': 0.0}, 'temperature=0 samples every group'),
     ({'learner__row_length': 500}, '= 512 tokens, but config.learner.row_length=500'),
     ({'learner__mesh.data': 0}, 'mesh.data must be 1 or more'),
@@ -160,6 +169,24 @@ def test_bad_values_and_combinations_are_refused(changes, message):
 def test_boxes_without_a_group_take_groups_of_one():
   for box in ('greedy_baseline', 'role_baseline'):
     assert make(objective__advantage=box, rollout__group_size=1).rollout.group_size == 1
+
+
+@pytest.mark.parametrize(
+  'changes', [{'rollout__weights': 'int8'}, {'rollout__kv': 'fp8'}, {'fleet__max_staleness': 1}]
+)
+def test_samples_of_another_policy_are_corrected_by_themselves(changes):
+  assert not off_policy(make()) and resolve_objective(make()).corrections == ()
+  config = make(**changes)
+  assert off_policy(config)
+  (correction,) = resolve_objective(config).corrections
+  assert correction.name == 'token_tis'
+
+
+def test_the_kinds_of_quantised_rollouts_are_those_of_the_engine():
+  for weights in ('same', *KERNEL_KINDS):
+    for kv in ('same', *KV_KINDS):
+      rollout = make(rollout__weights=weights, rollout__kv=kv).rollout
+      assert (EngineConfig(weights=weights, kv=kv).kv, rollout.weights) == (kv, weights)
 
 
 def test_nearest_lists_names_when_none_is_near():

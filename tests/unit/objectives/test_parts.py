@@ -93,9 +93,21 @@ def test_metrics_by_hand(whole_loss, make_inputs):
   assert got['kl_behaviour'] == pytest.approx((rho - 1 - np.log(rho)).mean(), rel=1e-4)
   want = (rho * np.log(rho) - rho + 1).mean()
   assert got['kl_behaviour_reverse'] == pytest.approx(want, rel=1e-3)
+  fresh = weight[np.asarray(held.staleness_t)[mask] == 0]
+  assert 0 < len(fresh) < len(weight)
+  assert got['sampler_kl'] == pytest.approx((fresh - 1 - np.log(fresh)).mean(), rel=1e-4)
+  assert got['sampler_log_ratio_max'] == pytest.approx(np.abs(np.log(fresh)).max(), rel=1e-5)
   assert got['ratio_p01'] <= got['ratio_p50'] <= got['ratio_p99'] <= got['ratio_max'] * 1.1
   pair = masked_mean(jnp.asarray([1.0, jnp.nan]), jnp.asarray([True, False]))
   assert (float(pair.numerator), float(pair.denominator)) == (1.0, 1.0)
+
+
+def test_a_batch_of_stale_tokens_says_nothing_of_the_sampler(whole_loss, make_inputs):
+  inputs = make_inputs(seed=3)
+  stale = inputs._replace(staleness_t=inputs.staleness_t + 1)
+  got = metrics.finished(whole_loss(resolve(), stale))
+  assert float(got['sampler_kl']) == float(got['sampler_log_ratio_max']) == 0.0
+  assert float(got['ess_fraction']) < 1.0
 
 
 def test_dropped_tokens_stay_in_the_denominator(whole_loss, make_inputs):

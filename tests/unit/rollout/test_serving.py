@@ -59,6 +59,8 @@ def test_rotation_equals_the_decoders(tiny):
 def test_fused_kernels_are_the_models_rows(tiny):
   stacked = tiny.params()['layers']
   fused = serving.fuse_layer(stacked, jnp.int32(1), dtype=jnp.bfloat16)
+  for layer in serving.fuse_layers(stacked, jnp.bfloat16)[1:]:
+    jax.tree.map(np.testing.assert_array_equal, layer, fused)
   want = jnp.concatenate([stacked[f'{n}_proj']['kernel'][1] for n in 'qkv'])
   assert fused['qkv'].dtype == jnp.bfloat16
   np.testing.assert_array_equal(fused['qkv'], want.astype(jnp.bfloat16))

@@ -32,7 +32,7 @@ from rlax_stack.rollout.sampler import RowSampling, sample
 from rlax_stack.rollout.serving import ServingParams
 
 # (params, state, work, suffix_pages) -> logits [V, M] and the suffix KV
-Forward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+Forward = Callable[..., tuple[jax.Array, Any, Any]]
 
 
 class Columns(NamedTuple):

@@ -32,7 +32,7 @@ aot:  ## compile the kernels for TPU, without one (in .venv-aot)
 	@.ci/environment $(AOT_VENV) dev,aot $(PYTHON)
 	$(AOT_VENV)/bin/python -m pytest tests/aot -m 'not aot_all' $(ARGS)
 
-aot-all:  ## the same for every row length of the largest heads as well, which takes a minute more
+aot-all:  ## the same, with every row length of the largest heads
 	@.ci/environment $(AOT_VENV) dev,aot $(PYTHON)
 	$(AOT_VENV)/bin/python -m pytest tests/aot $(ARGS)
 

@@ -35,7 +35,10 @@ class SchedulerStats:
   sampled_tokens: int = 0
   replayed_tokens: int = 0  # fed again to rows that had lost their KV
   retracted_rows: int = 0  # times a row lost its slot before it was done
+  carried_samples: int = 0  # times a half-done sample went on under newer weights
   decode_steps: int = 0
+  slot_steps: int = 0  # decode steps x slots
+  row_steps: int = 0  # of these, the ones in which the slot's row decoded
   chunks: int = 0
   finished_samples: int = 0
   prefill_s: float = 0.0
@@ -191,6 +194,8 @@ class DecodeBatch:
     self._stats.decode_s += time.perf_counter() - begin
     self._stats.chunks += 1
     self._stats.decode_steps += int(result.steps)
+    self._stats.slot_steps += int(result.steps) * self._sizes.slots
+    self._stats.row_steps += int(result.valid.sum())
     return self._collect(result, forced)
 
   def warm_up(self, *, follows: bool) -> None:

@@ -60,6 +60,8 @@ class Scheduler:
     self._engine, self._sizes = engine, engine.engine_config
     self._run_seed, self._decode_text = run_seed, decode_text
     self._swap_mode = swap_mode
+    # A refill costs a few per cent of a step, an idle slot one part in `slots`: wait for a few.
+    self._refill = max(1, self._sizes.slots // 16)
     self._pending: tuple[Any, int] | None = None  # weights that wait for running rows to end
     self._waiting: collections.deque[Row] = collections.deque()
     self._wanted: collections.Counter[bytes] = collections.Counter()  # prefixes of waiting rows
@@ -107,10 +109,10 @@ class Scheduler:
 
   @property
   def free_capacity(self) -> int:
-    """Samples that could start at once: free slots less waiting samples, at least 0; none while a swap waits."""
+    """Samples to submit now, so that somebody waits whenever a slot falls free; none while a swap waits."""
     if self._pending is not None:
       return 0
-    return max(0, self._sizes.slots - self.num_running - self.num_waiting)
+    return max(0, self._sizes.slots + self._refill - self.num_running - self.num_waiting)
 
   @property
   def has_work(self) -> bool:
@@ -141,7 +143,7 @@ class Scheduler:
     if self._swap_mode == 'drain' and self.num_running:
       self._pending = (fresh, version)
     else:
-      self._batch.load(fresh, version)
+      self._load(fresh, version)
 
   def warm_up(self) -> None:
     """Compiles every program of the engine on nothing, so that no later step does; needs weights."""
@@ -211,9 +213,7 @@ class Scheduler:
     self._admit()
     done = self._batch.start()
     if any(row.started for _, row in self._batch.rows):
-      # A refill costs a few per cent of a step, an idle slot one part in `slots`: wait for a few.
-      stop_after = min(len(self._waiting), max(1, self._sizes.slots // 16))
-      done += self._batch.decode(self._steps(), stop_after)
+      done += self._batch.decode(self._steps(), min(len(self._waiting), self._refill))
     self._close(done)
     busy = self.stats.prefill_s + self.stats.insert_s + self.stats.decode_s - busy_before
     self.stats.host_s += time.perf_counter() - start - busy
@@ -255,6 +255,11 @@ class Scheduler:
 
   # The queue.
 
+  def _load(self, fresh: Any, version: int) -> None:
+    in_flight = [*self._waiting, *(row for _, row in self._batch.rows)]
+    self.stats.carried_samples += sum(bool(row.parts) for row in in_flight)
+    self._batch.load(fresh, version)
+
   def _check(self, request: GenerationRequest) -> None:
     check_request(request, self._engine.config, self._sizes)
     if request.sampling.stop_strings and self._decode_text is None:
@@ -285,7 +290,7 @@ class Scheduler:
       if self.num_running:
         return
       (fresh, version), self._pending = self._pending, None
-      self._batch.load(fresh, version)
+      self._load(fresh, version)
     while self._waiting:
       row = self._waiting[0]
       self._unwant(row)

@@ -95,7 +95,7 @@ class RolloutWorker:
     self._open: dict[int, _Open] = {}
     self._turn = threading.Condition()  # guards the scheduler; guests go before the worker's loop
     self._guests = 0
-    self.stats = WorkerStats()
+    self.stats, self._told = WorkerStats(), (0, 0, 0, 0.0)
 
   @property
   def scheduler(self) -> Scheduler:
@@ -136,6 +136,15 @@ class RolloutWorker:
       finally:
         self._guests -= 1
         self._turn.notify_all()
+
+  def figures(self) -> dict[str, float]:
+    """Figures of the engine since the last call, by the name of their metric; guests included. For one caller."""
+    stats = self._scheduler.stats
+    now = (stats.row_steps, stats.slot_steps, stats.carried_samples, self.stats.swap_s)
+    rows, slots, carried, swap_s = (new - old for new, old in zip(now, self._told, strict=True))
+    self._told = now
+    values = {'rollout/samples_carried': float(carried), 'rollout/swap_s': swap_s}
+    return values | ({'rollout/slot_occupancy': rows / slots} if slots else {})
 
   def warm_up(self, snapshot: Any) -> None:
     """Takes the weights of `snapshot` and compiles every program of the engine."""

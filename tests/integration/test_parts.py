@@ -74,6 +74,7 @@ def run_loop(config, model, folder):
         lambda requests: worker.generate_all(requests, server.latest()),
       ),
       score_seconds=lambda: worker.stats.score_s,
+      engine_figures=worker.figures,
       stop_requested=lambda: False,
     )
     loop = TrainLoop(config, parts, Account())
@@ -283,4 +284,5 @@ def test_batch_metrics_by_hand(loop_run):
   assert values['reward/std'] == pytest.approx(np.std(rewards))
   assert values['rollout/response_length'] == pytest.approx(np.mean(lengths))
   assert values['perf/tokens_per_s'] == pytest.approx(sum(lengths) / 2.0)
+  assert values['rollout/several_versions'] == 0  # on-policy
   assert threading.active_count() < 20

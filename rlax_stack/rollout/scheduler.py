@@ -213,7 +213,9 @@ class Scheduler:
     self._admit()
     done = self._batch.start()
     if any(row.started for _, row in self._batch.rows):
-      done += self._batch.decode(self._steps(), min(len(self._waiting), self._refill))
+      # Where nobody waits, those that ended may complete a group and make room for others to be leased.
+      stop_after = min(len(self._waiting) or self._refill, self._refill)
+      done += self._batch.decode(self._steps(), stop_after)
     self._close(done)
     busy = self.stats.prefill_s + self.stats.insert_s + self.stats.decode_s - busy_before
     self.stats.host_s += time.perf_counter() - start - busy

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from rlax_stack.errors import FleetError
 from rlax_stack.fleet.coordinator import Coordinator
 from rlax_stack.fleet.parameter_server import ParameterServer
 from rlax_stack.rollout.scheduler import Scheduler
@@ -56,15 +57,21 @@ class _Lockstep:
     self._coordinator.on_published(self.version)
 
   def lease(self, worker_id, *, timeout_s=0.0):
-    if len(self._coordinator._table.ready) >= _BATCH and len(self.batches) < _STEPS:
-      groups = self._coordinator.next_batch(self.version, timeout_s=60.0)
-      self._coordinator.mark_trained(groups)
-      self.batches.append(groups)
-      self.version += 1
-      self._publish()
-    if len(self.batches) == _STEPS:
+    if len(self.batches) < _STEPS:
+      self._train()
+    else:
       self.stop.set()
     return self._coordinator.lease(worker_id, timeout_s=timeout_s)
+
+  def _train(self):
+    try:
+      groups = self._coordinator.next_batch(self.version, timeout_s=0.0)
+    except FleetError:
+      return  # no batch yet
+    self._coordinator.mark_trained(groups)
+    self.batches.append(groups)
+    self.version += 1
+    self._publish()
 
   def __getattr__(self, name):
     return getattr(self._coordinator, name)

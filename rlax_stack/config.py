@@ -67,6 +67,7 @@ class RolloutSection:
   """How samples are drawn."""
 
   groups_per_step: int
+  groups_in_flight: int
   group_size: int
   max_prompt_tokens: int
   max_tokens: int

@@ -56,6 +56,7 @@ _NOT_NEGATIVE = (
   'seed',
   'data.train.size',
   'data.eval.size',
+  'rollout.groups_in_flight',
   'rollout.temperature',
   'rollout.top_k',
   'rollout.min_p',
@@ -162,10 +163,26 @@ def _rollout_rules(config: RunConfig) -> Iterator[str]:
       f'config.rollout.max_draft={rollout.max_draft} does not go with penalties or min_tokens, which follow token by '
       'token. Set max_draft to 0 or those off.'
     )
+  yield from _in_flight_rules(config)
   for name in ('presence_penalty', 'frequency_penalty'):
     value = getattr(rollout, name)
     if not -2 <= value <= 2:
       yield f'config.rollout.{name} must be from -2 to 2 (0 is off), got {value}.'
+
+
+def _in_flight_rules(config: RunConfig) -> Iterator[str]:
+  batch, staleness = config.rollout.groups_per_step, config.fleet.max_staleness
+  in_flight, most = config.rollout.groups_in_flight, batch * (staleness + 1)
+  if 0 < in_flight < batch:
+    yield (
+      f'config.rollout.groups_in_flight={in_flight} cannot fill a batch of config.rollout.groups_per_step='
+      f'{batch}. Set it to {batch} or more, or to 0.'
+    )
+  if in_flight > most:
+    yield (
+      f'config.rollout.groups_in_flight={in_flight} exceeds the {most} groups that can be trained on in time with '
+      f'config.fleet.max_staleness={staleness}. Lower it, or raise config.fleet.max_staleness.'
+    )
 
 
 def _learner_rules(config: RunConfig) -> Iterator[str]:

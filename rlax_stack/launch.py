@@ -132,6 +132,7 @@ def _run(
       lambda requests: worker.generate_all(requests, server.latest()),
     ),
     score_seconds=lambda: worker.stats.score_s,
+    engine_figures=worker.figures,
     stop_requested=lambda: stop.received is not None,
   )
   loop = TrainLoop(config, parts, account)

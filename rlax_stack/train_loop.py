@@ -35,7 +35,8 @@ class LoopParts:
   """What the loop works with.
 
   `warm_up()` compiles the engine's programs; `evaluate()` samples and scores the held-out prompts
-  with the newest published weights; `score_seconds()` is what the worker spent on verdicts so far.
+  with the newest published weights; `score_seconds()` is what the worker spent on verdicts so far;
+  `engine_figures()` are metrics of the engine since it was last asked.
   """
 
   learner: Learner
@@ -49,6 +50,7 @@ class LoopParts:
   warm_up: Callable[[], None]
   evaluate: Callable[[], list[Group]]
   score_seconds: Callable[[], float]
+  engine_figures: Callable[[], dict[str, float]]
   stop_requested: Callable[[], bool]
 
 
@@ -160,6 +162,7 @@ class TrainLoop:
     self._split_scoring()
     lap = self._split.lap()
     values = batch_metrics(groups, lap.total_s) | trained | parts.coordinator.metrics()
+    values |= parts.engine_figures()
     values[names.STALENESS] = values['fleet/staleness_mean']
     values[names.STEP_TIME_S] = lap.total_s
     values |= names.time_values(lap.fractions)
@@ -216,6 +219,8 @@ def batch_metrics(groups: Sequence[Group], seconds: float) -> dict[str, float]:
     'reward/groups_without_variance': float(sum(_is_flat(group) for group in groups)),
     names.RESPONSE_LENGTH: sum(lengths) / len(lengths),
     'rollout/response_length_max': float(max(lengths)),
+    'rollout/several_versions': sum(t.oldest_version < t.newest_version for t in trajectories)
+    / len(trajectories),
     'rollout/truncated': sum(t.finish_reason == 'length' for t in trajectories) / len(trajectories),
     names.TOKENS_PER_S: sum(lengths) / seconds if seconds > 0 else 0.0,
   }

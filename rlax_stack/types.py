@@ -141,6 +141,11 @@ class Trajectory:
     return int(versions.min()) if versions.size else -1
 
   @property
+  def newest_version(self) -> int:
+    """Version of the newest policy token."""
+    return int(self.version_t[self.source_t == Source.POLICY].max(initial=-1))
+
+  @property
   def num_sampled(self) -> int:
     """Policy tokens, a sampled stop token included."""
     return int((self.source_t == Source.POLICY).sum())

@@ -18,7 +18,8 @@ from typing import Any
 from absl import logging
 
 from rlax_stack.errors import CheckpointError, FleetError, RewardError
-from rlax_stack.fleet import admission, delivery
+from rlax_stack.fleet import delivery
+from rlax_stack.fleet.admission import AdmissionRule
 from rlax_stack.fleet.group_table import LEASED, PENDING, READY, TAKEN, GroupTable
 from rlax_stack.fleet.lease import Finished, Lease, Wait
 from rlax_stack.fleet.ledger import Outcome
@@ -41,6 +42,7 @@ class Coordinator:
     max_staleness: int,
     lease_timeout_s: float,
     min_group_size: int = 2,
+    groups_in_flight: int = 0,
     greedy: bool = False,
     max_attempts: int = 5,
     max_reward_failure_fraction: float = 0.01,
@@ -58,6 +60,7 @@ class Coordinator:
       groups_per_batch: groups per training batch.
       max_staleness: in versions; 0 is strictly on-policy.
       lease_timeout_s: a lease not extended for so long is given to another worker.
+      groups_in_flight: groups leased or ready at most; 0 admits all that `max_staleness` does.
       min_group_size: a group with fewer usable samples is dropped whole.
       greedy: every group has one sample more, at temperature 0, as `Group.greedy`; without it a group is dropped.
       max_attempts: leases of one group that may fail before it is dropped.
@@ -71,12 +74,12 @@ class Coordinator:
     Raises:
       ValueError: a size or a limit that cannot work.
     """
-    if groups_per_batch < 1 or max_staleness < 0:
-      raise ValueError(
-        f'Need groups_per_batch >= 1, max_staleness >= 0, got {groups_per_batch=}, {max_staleness=}.'
-      )
+    self._rule = AdmissionRule(
+      groups_per_batch=groups_per_batch,
+      max_staleness=max_staleness,
+      groups_in_flight=groups_in_flight,
+    )
     self._next_prompt, self._prompt_state, self._clock = next_prompt, prompt_state, clock
-    self._groups_per_batch, self._max_staleness = groups_per_batch, max_staleness
     self._guard = RewardGuard(
       max_failure_fraction=max_reward_failure_fraction,
       window=reward_failure_window,
@@ -307,17 +310,11 @@ class Coordinator:
       return Finished(reason=self._closed)
     if self._version is None:
       return Wait(reason='no weights are published yet')
-    places = admission.capacity(
-      version=self._version,
-      next_batch_version=self._version + int(self._batch_taken),
-      max_staleness=self._max_staleness,
-      groups_per_batch=self._groups_per_batch,
-    )
+    next_batch_version = self._version + int(self._batch_taken)
+    places = self._rule.capacity(version=self._version, next_batch_version=next_batch_version)
     active = len(self._table.ids(LEASED, READY))
     if active >= places:
-      return Wait(
-        reason=f'{active} groups are active, all that max_staleness={self._max_staleness} admits'
-      )
+      return Wait(reason=f'{active} groups are active, all that {self._rule} admits')
     group_id = self._table.first_pending()
     if group_id is None:
       group_id = self._issue_next()
@@ -343,7 +340,9 @@ class Coordinator:
 
   def _is_dry(self) -> bool:
     """No batch can be filled any more."""
-    return self._exhausted and len(self._table.ids(PENDING, LEASED, READY)) < self._groups_per_batch
+    return (
+      self._exhausted and len(self._table.ids(PENDING, LEASED, READY)) < self._rule.groups_per_batch
+    )
 
   def _await_batch(self, version: int, start_s: float, timeout_s: float) -> list[Group]:
     while True:
@@ -352,13 +351,8 @@ class Coordinator:
       self._expire_leases()
       if self._table.drop_stale(version):
         self._changed.notify_all()
-      chosen = admission.choose(
-        self._table.ready,
-        self._table.last_versions(),
-        version=version,
-        max_staleness=self._max_staleness,
-        groups_per_batch=self._groups_per_batch,
-      )
+      last_versions = self._table.last_versions()
+      chosen = self._rule.choose(self._table.ready, last_versions, version=version)
       if self._closed is not None:
         return []
       if chosen is not None:
@@ -395,6 +389,6 @@ class Coordinator:
   def _situation(self) -> str:
     table = self._table
     return (
-      f'{len(table.ids(READY))} of {self._groups_per_batch} groups ready, {len(table.ids(LEASED))} leased, '
+      f'{len(table.ids(READY))} of {self._rule.groups_per_batch} groups ready, {len(table.ids(LEASED))} leased, '
       f'{len(table.ids(PENDING))} to be leased again, {len(self._workers)} workers heard lately'
     )

@@ -40,7 +40,10 @@ class SchedulerStats:
   drafted_tokens: int = 0  # proposed tokens that idle columns checked
   accepted_tokens: int = 0  # of those, the ones that stood
   retracted_rows: int = 0  # times a row lost its slot before it was done
+  carried_samples: int = 0  # times a half-done sample went on under newer weights
   decode_steps: int = 0
+  slot_steps: int = 0  # decode steps x slots
+  row_steps: int = 0  # of these, the ones in which the slot's row decoded
   chunks: int = 0
   finished_samples: int = 0
   prefill_s: float = 0.0
@@ -190,6 +193,10 @@ class DecodeBatch:
     self._stats.decode_s += time.perf_counter() - begin
     self._stats.chunks += 1
     self._stats.decode_steps += int(result.steps)
+    # The first entry of a step tells whether the row decoded in it.
+    rows = result.valid[:: len(result.valid) // self._sizes.chunk_steps]
+    self._stats.slot_steps += int(result.steps) * self._sizes.slots
+    self._stats.row_steps += int(rows.sum())
     if columns is not None:
       self._count_drafts(result, columns)
     return self._collect(result, proposals.forced)

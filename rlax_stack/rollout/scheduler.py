@@ -60,6 +60,8 @@ class Scheduler:
     self._engine, self._sizes = engine, engine.engine_config
     self._run_seed, self._decode_text = run_seed, decode_text
     self._swap_mode = swap_mode
+    # A refill costs a few per cent of a step, an idle slot one part in `slots`: wait for a few.
+    self._refill = max(1, self._sizes.slots // 16)
     self._pending: tuple[Any, int] | None = None  # weights that wait for running rows to end
     self._waiting: collections.deque[Row] = collections.deque()
     self._wanted: collections.Counter[bytes] = collections.Counter()  # prefixes of waiting rows
@@ -107,10 +109,10 @@ class Scheduler:
 
   @property
   def free_capacity(self) -> int:
-    """Samples that could start at once: free slots less waiting samples, at least 0; none while a swap waits."""
+    """Samples to submit now, so that somebody waits whenever a slot falls free; none while a swap waits."""
     if self._pending is not None:
       return 0
-    return max(0, self._sizes.slots - self.num_running - self.num_waiting)
+    return max(0, self._sizes.slots + self._refill - self.num_running - self.num_waiting)
 
   @property
   def has_work(self) -> bool:
@@ -119,8 +121,16 @@ class Scheduler:
 
   # Weights.
 
+  def prepare(self, params: Any) -> Any:
+    """The serving form of weights (the tree of models/decoder.py), computed; from any thread, while steps go on."""
+    return jax.block_until_ready(self._engine.load_params(params))
+
   def swap_params(self, params: Any, version: int) -> None:
-    """Takes new weights (the tree of models/decoder.py) between chunks; samples that start later use no older KV.
+    """`swap_prepared` of weights that are prepared now; the caller waits for them."""
+    self.swap_prepared(self.prepare(params), version)
+
+  def swap_prepared(self, fresh: Any, version: int) -> None:
+    """Takes new weights between chunks: one reference changes. Samples that start later use no older KV.
 
     By swap_mode, running rows: 'in_place' keep their KV, and later tokens carry the new version; 'retract' lose it and
     go on after all their tokens were computed anew; 'drain' end under the old weights, while nobody else starts (steps
@@ -134,14 +144,13 @@ class Scheduler:
       raise ValueError(f'Versions only grow: got {version} while {newest} is in use.')
     if version == newest:
       return
-    fresh = jax.block_until_ready(self._engine.load_params(params))
     self._set_back([slot for slot, row in self._batch.rows if not row.started])
     if self._swap_mode == 'retract':
       self._set_back([slot for slot, _ in self._batch.rows])
     if self._swap_mode == 'drain' and self.num_running:
       self._pending = (fresh, version)
     else:
-      self._batch.load(fresh, version)
+      self._load(fresh, version)
 
   def warm_up(self) -> None:
     """Compiles every program of the engine on nothing, so that no later step does; needs weights."""
@@ -211,8 +220,8 @@ class Scheduler:
     self._admit()
     done = self._batch.start()
     if any(row.started for _, row in self._batch.rows):
-      # A refill costs a few per cent of a step, an idle slot one part in `slots`: wait for a few.
-      stop_after = min(len(self._waiting), max(1, self._sizes.slots // 16))
+      # Where nobody waits, those that ended may complete a group and make room for others to be leased.
+      stop_after = min(len(self._waiting) or self._refill, self._refill)
       done += self._batch.decode(self._steps(), stop_after)
     self._close(done)
     busy = self.stats.prefill_s + self.stats.insert_s + self.stats.decode_s - busy_before
@@ -255,6 +264,11 @@ class Scheduler:
 
   # The queue.
 
+  def _load(self, fresh: Any, version: int) -> None:
+    in_flight = [*self._waiting, *(row for _, row in self._batch.rows)]
+    self.stats.carried_samples += sum(bool(row.parts) for row in in_flight)
+    self._batch.load(fresh, version)
+
   def _check(self, request: GenerationRequest) -> None:
     check_request(request, self._engine.config, self._sizes)
     if request.sampling.stop_strings and self._decode_text is None:
@@ -285,7 +299,7 @@ class Scheduler:
       if self.num_running:
         return
       (fresh, version), self._pending = self._pending, None
-      self._batch.load(fresh, version)
+      self._load(fresh, version)
     while self._waiting:
       row = self._waiting[0]
       self._unwant(row)

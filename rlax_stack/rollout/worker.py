@@ -50,7 +50,7 @@ class WorkerStats:
   groups_delivered: int = 0
   groups_lost: int = 0  # leases that ran out or went to another worker
   swaps: int = 0
-  swap_s: float = 0.0
+  swap_s: float = 0.0  # decoding stood still
   lease_wait_s: float = 0.0  # idle: nothing to generate and no lease to have
   score_s: float = 0.0  # in the scoring thread, beside decoding
 
@@ -95,7 +95,9 @@ class RolloutWorker:
     self._open: dict[int, _Open] = {}
     self._turn = threading.Condition()  # guards the scheduler; guests go before the worker's loop
     self._guests = 0
-    self.stats = WorkerStats()
+    self._loader = concurrent.futures.ThreadPoolExecutor(1, f'{worker_id}-weights')
+    self._coming: tuple[int, concurrent.futures.Future] | None = None  # weights on their way
+    self.stats, self._told = WorkerStats(), (0, 0, 0, 0.0)
 
   @property
   def scheduler(self) -> Scheduler:
@@ -131,26 +133,44 @@ class RolloutWorker:
     with self._turn:
       self._guests += 1
       try:
-        self._pull(snapshot)
+        self._pull(snapshot, wait=True)
         return self._scheduler.generate_all(requests)
       finally:
         self._guests -= 1
         self._turn.notify_all()
 
+  def figures(self) -> dict[str, float]:
+    """Figures of the engine since the last call, by the name of their metric; guests included. For one caller."""
+    stats = self._scheduler.stats
+    now = (stats.row_steps, stats.slot_steps, stats.carried_samples, self.stats.swap_s)
+    rows, slots, carried, swap_s = (new - old for new, old in zip(now, self._told, strict=True))
+    self._told = now
+    values = {'rollout/samples_carried': float(carried), 'rollout/swap_s': swap_s}
+    return values | ({'rollout/slot_occupancy': rows / slots} if slots else {})
+
   def warm_up(self, snapshot: Any) -> None:
     """Takes the weights of `snapshot` and compiles every program of the engine."""
     with self._turn:
-      self._pull(snapshot)
+      self._pull(snapshot, wait=True)
       self._scheduler.warm_up()
 
-  def _pull(self, snapshot: Any) -> None:
-    """Takes newer weights between chunks."""
-    if snapshot is None or snapshot.version <= self._scheduler.newest_version:
-      return
-    start = time.perf_counter()
-    self._scheduler.swap_params(snapshot.params, snapshot.version)
-    self.stats.swaps += 1
-    self.stats.swap_s += time.perf_counter() - start
+  def _pull(self, snapshot: Any, *, wait: bool = False) -> None:
+    """Takes newer weights between chunks. While rows decode, and without `wait`, they are prepared in a thread."""
+    scheduler = self._scheduler
+    while True:
+      if self._coming is None:
+        if snapshot is None or snapshot.version <= scheduler.newest_version:
+          return
+        fresh = self._loader.submit(scheduler.prepare, snapshot.params)
+        self._coming = snapshot.version, fresh
+      version, fresh = self._coming
+      if scheduler.num_running and not (wait or fresh.done()):
+        return
+      start = time.perf_counter()
+      self._coming = None
+      scheduler.swap_prepared(fresh.result(), version)
+      self.stats.swaps += 1
+      self.stats.swap_s += time.perf_counter() - start
 
   def _lease_groups(
     self,
@@ -193,7 +213,7 @@ class RolloutWorker:
       with self._turn:
         self._turn.wait_for(lambda: not self._guests)
         self._pull(snapshot)
-        # Weights may wait for running samples to end (swap_mode 'drain').
+        # Weights may be on their way, or wait for running samples to end (swap_mode 'drain').
         finished = self._scheduler.step() if self._scheduler.version < version else []
       self._take(finished, scorers)
     return True

@@ -74,6 +74,7 @@ def run_loop(config, model, folder):
         lambda requests: worker.generate_all(requests, server.latest()),
       ),
       score_seconds=lambda: worker.stats.score_s,
+      engine_figures=worker.figures,
       stop_requested=lambda: False,
     )
     loop = TrainLoop(config, parts, Account())
@@ -199,13 +200,28 @@ def test_engine_log_probs_equal_the_learners(dtype, most, mean, config, model):
 
 @pytest.mark.slow
 def test_stale_samples_are_corrected_and_bounded(config, model, tmp_path):
-  stale = dataclasses.replace(config, fleet=dataclasses.replace(config.fleet, max_staleness=2))
+  stale = dataclasses.replace(
+    config,
+    fleet=dataclasses.replace(config.fleet, max_staleness=2),
+    rollout=dataclasses.replace(config.rollout, groups_in_flight=6),
+  )
   _, learner, batches, coordinator = run_loop(stale, model, tmp_path)
   assert learner.version == STEPS
   for version, groups in enumerate(batches):
     for trajectory in (t for group in groups for t in group.trajectories):
       assert 0 <= version - trajectory.oldest_version <= 2
-  assert coordinator.counts()['dropped_stale'] == 0
+  counts = coordinator.counts()
+  assert counts['dropped_stale'] == 0
+  assert counts['in_flight'] <= 6 * config.rollout.group_size
+  lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+  steps = [line for line in lines if 'rollout/several_versions' in line]
+  assert len(steps) == STEPS
+  # A step whose batch was there already decodes nothing.
+  occupancy = [step['rollout/slot_occupancy'] for step in steps if 'rollout/slot_occupancy' in step]
+  assert occupancy and all(0 < value <= 1 for value in occupancy)
+  for step in steps:
+    assert 0 <= step['rollout/several_versions'] <= 1
+    assert step['rollout/samples_carried'] >= 0
 
 
 @pytest.mark.slow
@@ -327,4 +343,5 @@ def test_batch_metrics_by_hand(loop_run):
   assert values['reward/std'] == pytest.approx(np.std(rewards))
   assert values['rollout/response_length'] == pytest.approx(np.mean(lengths))
   assert values['perf/tokens_per_s'] == pytest.approx(sum(lengths) / 2.0)
+  assert values['rollout/several_versions'] == 0  # on-policy
   assert threading.active_count() < 20

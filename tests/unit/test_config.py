@@ -142,6 +142,12 @@ def test_missing_and_mistyped_fields_are_named():
       'quantised rollouts.*kept set',
     ),
     ({'rollout__weights': 'int4'}, 'rollout.weights must be one of same, int8, fp8'),
+    ({'rollout__groups_in_flight': 7}, 'in_flight=7 cannot fill .*groups_per_step=8. Set it to 8'),
+    (
+      {'rollout__groups_in_flight': 9},
+      'groups_in_flight=9 exceeds the 8 groups .* config.fleet.max_staleness=0',
+    ),
+    ({'rollout__groups_in_flight': 17, 'fleet__max_staleness': 1}, 'exceeds the 16 groups'),
     ({'rollout__temperature': 0.0}, 'temperature=0 samples every group'),
     ({'learner__row_length': 500}, '= 512 tokens, but config.learner.row_length=500'),
     ({'learner__mesh.data': 0}, 'mesh.data must be 1 or more'),

@@ -24,17 +24,18 @@ def _trajectory(source_t, version_t):
   )
 
 
-def test_identity_count_and_oldest_version():
+def test_identity_count_and_versions():
   policy, prompt, tool = Source.POLICY, Source.PROMPT, Source.ENV
   trajectory = _trajectory([prompt, policy, tool, policy], [-1, 5, -1, 4])
   assert trajectory.trajectory_id == '7/2'
   assert trajectory.num_sampled == 2
-  assert trajectory.oldest_version == 4
+  assert (trajectory.oldest_version, trajectory.newest_version) == (4, 5)
 
 
 def test_nothing_sampled():
   trajectory = _trajectory([Source.PROMPT], [3])
-  assert (trajectory.num_sampled, trajectory.oldest_version) == (0, -1)
+  assert trajectory.num_sampled == 0
+  assert (trajectory.oldest_version, trajectory.newest_version) == (-1, -1)
 
 
 def test_frozen():

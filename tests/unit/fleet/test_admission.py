@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlax_stack.fleet import admission
+from rlax_stack.fleet.admission import AdmissionRule
 
 
 @pytest.mark.parametrize(
@@ -12,16 +12,37 @@ from rlax_stack.fleet import admission
   [(0, 0, 0, 4), (0, 1, 0, 0), (3, 3, 1, 8), (3, 4, 1, 4), (3, 5, 0, 0)],
 )
 def test_capacity(version, next_batch, staleness, expected):
-  places = admission.capacity(
-    version=version, next_batch_version=next_batch, max_staleness=staleness, groups_per_batch=4
-  )
-  assert places == expected
+  rule = AdmissionRule(groups_per_batch=4, max_staleness=staleness)
+  assert rule.capacity(version=version, next_batch_version=next_batch) == expected
+
+
+@pytest.mark.parametrize(
+  ('next_batch', 'in_flight', 'expected'), [(3, 8, 8), (3, 6, 6), (3, 5, 5), (4, 6, 4), (5, 6, 0)]
+)
+def test_groups_in_flight_bound_the_capacity(next_batch, in_flight, expected):
+  rule = AdmissionRule(groups_per_batch=4, max_staleness=1, groups_in_flight=in_flight)
+  assert rule.capacity(version=3, next_batch_version=next_batch) == expected
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'message'),
+  [
+    ((0, 0, 0), 'groups_per_batch >= 1'),
+    ((4, -1, 0), 'max_staleness >= 0'),
+    ((4, 1, 3), 'from groups_per_batch=4 .* = 8, got 3'),
+    ((4, 1, 9), '= 8, got 9'),
+    ((4, 0, 5), '= 4, got 5'),
+  ],
+)
+def test_sizes_that_cannot_work_are_refused(sizes, message):
+  batch, staleness, in_flight = sizes
+  with pytest.raises(ValueError, match=message):
+    AdmissionRule(groups_per_batch=batch, max_staleness=staleness, groups_in_flight=in_flight)
 
 
 def _choose(ready, last_versions, *, version=0, max_staleness=1, size=2):
-  return admission.choose(
-    ready, last_versions, version=version, max_staleness=max_staleness, groups_per_batch=size
-  )
+  rule = AdmissionRule(groups_per_batch=size, max_staleness=max_staleness)
+  return rule.choose(ready, last_versions, version=version)
 
 
 def test_completion_order_decides_and_ids_sort():
@@ -56,13 +77,14 @@ def test_hopeless_leases_are_not_waited_for():
 def test_no_group_is_ever_dropped_for_slowness(staleness, size, data):
   """Random leases and random order of completion: each group is consumed within its bound, and no batch hangs."""
   next_id, last_versions, ready = 0, {}, []
+  in_flight = data.draw(st.sampled_from([0, *range(size, size * (staleness + 1) + 1)]))
+  rule = AdmissionRule(groups_per_batch=size, max_staleness=staleness, groups_in_flight=in_flight)
   for version in range(8):
     batch = None
     while batch is None:
       assert all(last >= version for last in last_versions.values())
-      places = admission.capacity(
-        version=version, next_batch_version=version, max_staleness=staleness, groups_per_batch=size
-      )
+      places = rule.capacity(version=version, next_batch_version=version)
+      assert len(last_versions) <= places
       for _ in range(data.draw(st.integers(0, places - len(last_versions)))):
         last_versions[next_id] = version + staleness
         next_id += 1
@@ -72,9 +94,7 @@ def test_no_group_is_ever_dropped_for_slowness(staleness, size, data):
       elif len(last_versions) < places and len(ready) < size:
         last_versions[next_id] = version + staleness
         next_id += 1
-      batch = admission.choose(
-        ready, last_versions, version=version, max_staleness=staleness, groups_per_batch=size
-      )
+      batch = rule.choose(ready, last_versions, version=version)
       assert leased or batch is not None or len(ready) < size
     assert len(set(batch)) == size and batch == sorted(batch)
     for i in batch:

@@ -70,11 +70,22 @@ class _Fleet:
 
 
 class CoordinatorMachine(RuleBasedStateMachine):
-  @initialize(staleness=st.integers(0, 2), size=st.integers(1, 3), greedy=st.booleans())
-  def start(self, staleness, size, greedy):
+  @initialize(
+    staleness=st.integers(0, 2),
+    size=st.integers(1, 3),
+    extra=st.integers(-1, 6),
+    greedy=st.booleans(),
+  )
+  def start(self, staleness, size, extra, greedy):
     self.staleness, self.size, self.greedy = staleness, size, greedy
+    # -1: as many groups as the staleness admits.
+    self.in_flight = 0 if extra < 0 else size + min(extra, size * staleness)
     self.fleet = _Fleet(
-      max_staleness=staleness, groups_per_batch=size, max_attempts=3, greedy=greedy
+      max_staleness=staleness,
+      groups_per_batch=size,
+      groups_in_flight=self.in_flight,
+      max_attempts=3,
+      greedy=greedy,
     )
     self.version, self.taken = 0, False
     self.leases = []  # every lease ever given, of every process
@@ -219,7 +230,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     if not hasattr(self, 'fleet'):
       return
     active = self.groups('leased') + self.groups('ready')
-    assert active <= self.size * (self.staleness + 1)
+    assert active <= (self.in_flight or self.size * (self.staleness + 1))
     if active == 0 and (self.staleness or not self.taken):
       # Work can be had whenever nothing is in flight and a batch is still to come.
       probe = _Fleet(**self.fleet.options)

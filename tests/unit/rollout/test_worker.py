@@ -192,6 +192,63 @@ def test_guest_requests_run_between_chunks(tiny):
   assert run.error is None
 
 
+class _HeldUp(Scheduler):
+  """Weights after the first are ready when they are let go."""
+
+  go = threading.Event()
+
+  def prepare(self, params):
+    if self.version >= 0:
+      self.go.wait(60)
+    return super().prepare(params)
+
+
+def test_weights_are_prepared_beside_decoding(tiny):
+  scheduler = _HeldUp(tiny.engine())
+  worker = RolloutWorker(
+    scheduler, tokenizer=_Tokenizer(), score=_score, sampling=SamplingParams(max_tokens=8)
+  )
+  server = ParameterServer()
+  server.publish(0, tiny.params(0))
+  worker._pull(server.latest())
+  request = tiny.request(0, 0, max_tokens=20, temperature=0.7)
+  scheduler.submit(request)
+  scheduler.step()  # the first token and a chunk of 6
+  server.publish(1, tiny.params(1))
+  worker._pull(server.latest())
+  scheduler.step()  # goes on under the old weights
+  assert (scheduler.version, worker.stats.swaps) == (0, 1)
+  scheduler.go.set()
+  worker._coming[1].result()
+  worker._pull(server.latest())
+  assert (scheduler.version, worker.stats.swaps) == (1, 2)
+  (done,) = [*scheduler.step(), *scheduler.step()]
+  np.testing.assert_array_equal(done.version_t, [0] * 13 + [1] * 7)
+  # The bits of weights that came in one call at the same place.
+  other = tiny.scheduler()
+  other.submit(request)
+  other.step()
+  other.step()
+  other.swap_params(tiny.params(1), 1)
+  (want,) = [*other.step(), *other.step()]
+  np.testing.assert_array_equal(done.tokens, want.tokens)
+  np.testing.assert_array_equal(done.raw_log_probs_t, want.raw_log_probs_t)
+
+
+def test_guests_get_the_weights_they_name_although_rows_decode(tiny):
+  worker = RolloutWorker(
+    tiny.scheduler(), tokenizer=_Tokenizer(), score=_score, sampling=SamplingParams(max_tokens=8)
+  )
+  server = ParameterServer()
+  worker.scheduler.submit(tiny.request(1, 0, max_tokens=24))
+  worker.scheduler.step()
+  for version in (1, 2):
+    server.publish(version, tiny.params(version))
+    worker._pull(server.latest())  # on their way, perhaps
+  (sample,) = worker.generate_all([tiny.request(10**6, 0)], server.latest())
+  assert (sample.version_t == 2).all()
+
+
 def test_a_lost_lease_is_forgotten(tiny):
   run = _Run(tiny, extend_every_s=0.0)
   run.coordinator.on_published(0)

@@ -68,6 +68,7 @@ def get_config():
   config.rollout.prefill_chunk = 0  # tokens of a piece of a long prompt; 0 = up to 2,048
   config.rollout.prefill_budget = 8192  # prompt tokens computed between two chunks, at most
   config.rollout.swap_mode = 'in_place'  # running samples at new weights: in_place, retract, drain
+  config.rollout.strategy = 'independent'  # independent | tree | prefix | delethink, with options
 
   # The boxes of the loss, each `name` or `name(option=value, ...)`; docs/algorithms.md lists them
   config.objective = ConfigDict()
@@ -118,6 +119,7 @@ def get_config():
   config.eval.temperature = 1.0  # 0 = greedy
   config.eval.pass_at = (1,)  # k of pass@k; the largest needs as many samples
   config.eval.correct_at = 1.0  # first verifier's score that counts as correct
+  config.eval.vote = 'none'  # none | number | text | last_line | boxed | tag: answers voted on
 
   config.observe = ConfigDict()
   config.observe.progress = 'auto'  # auto (live on a terminal) | live | plain | off

@@ -85,6 +85,7 @@ class RolloutSection:
   prefill_chunk: int
   prefill_budget: int
   swap_mode: str
+  strategy: str
 
 
 @_frozen
@@ -160,6 +161,7 @@ class EvalSection:
   temperature: float
   pass_at: tuple[int, ...]
   correct_at: float
+  vote: str
 
 
 @_frozen

@@ -1,5 +1,5 @@
 """Packs groups of trajectories into rows of token tries: each prompt once, its completions one
-after another.
+after another. What completions share beyond the prompt is repeated in each of them.
 
 Numpy, on the host; not for advantages or device placement. Invariants: every trained token of every
 trajectory is the target of exactly one triple; a triple's source sees exactly the tokens before its
@@ -11,6 +11,7 @@ is to value what would have followed a cut-off trajectory do they get their plac
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,11 +40,13 @@ class RowShape(NamedTuple):
 class _Branch:
   """What one trajectory adds below its prompt; `source` and `next` are relative to the branch.
 
-  _PROMPT_END stands for the prompt's last token, _NOWHERE for no place.
+  _PROMPT_END stands for the prompt's last token, _NOWHERE for no place. Each of its contexts is a
+  child of the prompt.
   """
 
   trajectory: int
   tokens: np.ndarray  # int32 [C], in the row
+  contexts: tuple[slice, ...]  # of the tokens
   source: np.ndarray  # int32 [n]
   next: np.ndarray  # int32 [n], where the state after the target is
   target: np.ndarray  # int32 [n]
@@ -210,12 +213,20 @@ def _make_branch(
       f'trajectory {trajectory.trajectory_id} trains on token {trained[0]} of its prompt; '
       'prompts are shared by their group. Clear mask_t there.'
     )
-  source = (trained - 1 - prompt_length).astype(np.int32)
+  starts = _context_starts(trajectory, prompt_length)
+  # The first token of a context is predicted where the prompt ends.
+  source = np.where(
+    np.isin(trained - prompt_length, starts), _PROMPT_END, trained - 1 - prompt_length
+  )
+  source = source.astype(np.int32)
   goes_on = bootstrap and trajectory.finish_reason in _CUT_OFF
   after = len(tokens) - 1 - prompt_length if goes_on else _NOWHERE
+  placed = tokens[prompt_length:] if goes_on else tokens[prompt_length : trained[-1]]
+  edges = np.minimum([*starts, len(placed)], len(placed)).tolist()
   return _Branch(
     trajectory=index,
-    tokens=tokens[prompt_length:] if goes_on else tokens[prompt_length : trained[-1]],
+    tokens=placed,
+    contexts=tuple(slice(start, end) for start, end in itertools.pairwise(edges)),
     source=source,
     next=np.append(source[1:], after).astype(np.int32),
     target=tokens[trained],
@@ -225,6 +236,17 @@ def _make_branch(
     advantage=_per_token(advantage, trained.size, trajectory),
     reward=reward,
   )
+
+
+def _context_starts(trajectory: Trajectory, prompt_length: int) -> list[int]:
+  """Where its contexts start, after the prompt, the first one at 0."""
+  starts = [0, *(start - prompt_length for start in trajectory.context_starts)]
+  if sorted(set(starts)) != starts or starts[-1] > len(trajectory.tokens) - prompt_length:
+    raise DataError(
+      f'trajectory {trajectory.trajectory_id} has contexts that start at {trajectory.context_starts}; '
+      f'they must ascend between its prompt of {prompt_length} and its end at {len(trajectory.tokens)}.'
+    )
+  return starts
 
 
 def _per_token(advantage: Any, count: int, trajectory: Trajectory) -> np.ndarray:
@@ -325,8 +347,10 @@ def _write(batch: PackedBatch, row: int, start: int, triple: int, trie: _Trie) -
     branch_end = branch_start + len(branch.tokens)
     here = slice(branch_start, branch_end)
     batch.tokens[row, here] = branch.tokens
-    batch.positions[row, here] = len(trie.prompt) + np.arange(len(branch.tokens))
-    batch.subtree_end[row, here] = branch_end
+    for context in branch.contexts:
+      part = slice(branch_start + context.start, branch_start + context.stop)
+      batch.positions[row, part] = len(trie.prompt) + np.arange(context.stop - context.start)
+      batch.subtree_end[row, part] = part.stop
     there = slice(triple, triple + len(branch.target))
     last_of_prompt = start + len(trie.prompt) - 1
 

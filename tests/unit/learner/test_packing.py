@@ -3,6 +3,8 @@
 Determinism.
 """
 
+import dataclasses
+
 import hypothesis
 import numpy as np
 import pytest
@@ -205,3 +207,33 @@ def test_bad_input_is_refused():
   small.trajectories[0].tokens[0] = 9
   with pytest.raises(DataError, match='0/0 does not start with the 2 tokens'):
     packing.pack_groups([small], [[0.0]], row_shapes=shapes)
+
+
+def test_contexts_are_children_of_the_prompt():
+  """Two contexts, the second of which repeats tokens 4 and 5; then one that repeats nothing."""
+  group = make_group(
+    0, [1, 2], [[3, 4, 5, 4, 5, 6, 7, 8, 9], [6]], [[1, 1, 1, 0, 0, 1, 1, 1, 1], [1]]
+  )
+  cut = dataclasses.replace(group.trajectories[0], context_starts=(5, 9))
+  group = dataclasses.replace(group, trajectories=(cut, group.trajectories[1]))
+  batch = packing.pack_groups(
+    [group], [np.zeros(2, np.float32)], row_shapes=[RowShape(12, 9)], rows_multiple=1
+  )
+  #                                          3  4  5 | 4  5  6  7 | 8
+  np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 0, 0]])
+  np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 4, 2, 3, 4, 5, 2, 0, 0]])
+  np.testing.assert_array_equal(batch.subtree_end, [[10, 10, 5, 5, 5, 9, 9, 9, 9, 10, 11, 12]])
+  np.testing.assert_array_equal(batch.target_t[0, :8], [3, 4, 5, 6, 7, 8, 9, 6])
+  np.testing.assert_array_equal(batch.source_index_t[0, :8], [1, 2, 3, 6, 7, 1, 9, 1])
+  # The state after a token is where the next one is predicted, in its own context.
+  np.testing.assert_array_equal(batch.next_index_t[0, :8], [2, 3, 6, 7, 1, 9, -1, -1])
+  np.testing.assert_array_equal(batch.trajectory_t[0], [0] * 7 + [1, -1])
+
+
+@pytest.mark.parametrize('starts', [(2,), (5, 5), (7, 6), (12,)])
+def test_contexts_outside_a_trajectory_are_refused(starts):
+  group = make_group(3, [1, 2], [[3, 4, 5, 6, 7, 8]])
+  wrong = dataclasses.replace(group.trajectories[0], context_starts=starts)
+  group = dataclasses.replace(group, trajectories=(wrong,))
+  with pytest.raises(DataError, match=r'trajectory 3/0 has contexts that start at .* end at 8'):
+    packing.pack_groups([group], [np.zeros(1)], row_shapes=[RowShape(16, 16)])

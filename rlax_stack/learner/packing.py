@@ -1,5 +1,5 @@
 """Packs groups of trajectories into rows of token tries: each prompt once, its completions one
-after another. What completions share beyond the prompt is repeated in each of them.
+after another. What completions of a row share beyond the prompt stands once, too.
 
 Numpy, on the host; not for advantages or device placement. Invariants: every trained token of every
 trajectory is the target of exactly one triple; a triple's source sees exactly the tokens before its
@@ -11,6 +11,7 @@ is to value what would have followed a cut-off trajectory do they get their plac
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 
 from rlax_stack.errors import ConfigError, DataError
+from rlax_stack.learner.tries import TrieLayout, lay_out
 from rlax_stack.objectives.reward_batch import turns
 from rlax_stack.types import FinishReason, Group, PackedBatch, Trajectory
 
@@ -45,7 +47,7 @@ class _Branch:
   """
 
   trajectory: int
-  tokens: np.ndarray  # int32 [C], in the row
+  tokens: np.ndarray  # int32 [C]
   contexts: tuple[slice, ...]  # of the tokens
   source: np.ndarray  # int32 [n]
   next: np.ndarray  # int32 [n], where the state after the target is
@@ -65,9 +67,14 @@ class _Trie:
   prompt: np.ndarray  # int32 [P]
   branches: tuple[_Branch, ...]
 
+  @functools.cached_property
+  def layout(self) -> TrieLayout:
+    """What is below the prompt: the contexts of the first branch, of the second, and so on."""
+    return lay_out([branch.tokens[part] for branch in self.branches for part in branch.contexts])
+
   @property
   def shape(self) -> RowShape:
-    length = len(self.prompt) + sum(len(branch.tokens) for branch in self.branches)
+    length = len(self.prompt) + len(self.layout.tokens)
     return RowShape(length, sum(len(branch.target) for branch in self.branches))
 
 
@@ -338,28 +345,21 @@ def _write(batch: PackedBatch, row: int, start: int, triple: int, trie: _Trie) -
 
   Returns where the next one goes.
   """
-  end = start + trie.shape.length
-  branch_start = start + len(trie.prompt)
-  batch.tokens[row, start:branch_start] = trie.prompt
-  batch.positions[row, start:branch_start] = np.arange(len(trie.prompt))
-  batch.subtree_end[row, start:branch_start] = end
+  end, below = start + trie.shape.length, start + len(trie.prompt)
+  layout = trie.layout
+  batch.tokens[row, start:end] = np.concatenate([trie.prompt, layout.tokens])
+  batch.positions[row, start:below] = np.arange(len(trie.prompt))
+  batch.positions[row, below:end] = len(trie.prompt) + layout.depth
+  batch.subtree_end[row, start:below] = end
+  batch.subtree_end[row, below:end] = below + layout.subtree_end
+  contexts = iter(layout.places)
   for branch in trie.branches:
-    branch_end = branch_start + len(branch.tokens)
-    here = slice(branch_start, branch_end)
-    batch.tokens[row, here] = branch.tokens
-    for context in branch.contexts:
-      part = slice(branch_start + context.start, branch_start + context.stop)
-      batch.positions[row, part] = len(trie.prompt) + np.arange(context.stop - context.start)
-      batch.subtree_end[row, part] = part.stop
+    places = np.concatenate([next(contexts) for _ in branch.contexts])
+    # The last two entries are those of _NOWHERE and _PROMPT_END.
+    in_row = np.concatenate([below + places, [-1, below - 1]])
     there = slice(triple, triple + len(branch.target))
-    last_of_prompt = start + len(trie.prompt) - 1
-
-    def place(relative, last_of_prompt=last_of_prompt, branch_start=branch_start):
-      in_row = np.where(relative == _PROMPT_END, last_of_prompt, branch_start + relative)
-      return np.where(relative == _NOWHERE, -1, in_row)
-
-    batch.source_index_t[row, there] = place(branch.source)
-    batch.next_index_t[row, there] = place(branch.next)
+    batch.source_index_t[row, there] = in_row[branch.source]
+    batch.next_index_t[row, there] = in_row[branch.next]
     batch.target_t[row, there] = branch.target
     batch.mask_t[row, there] = True
     batch.trajectory_t[row, there] = branch.trajectory
@@ -369,5 +369,5 @@ def _write(batch: PackedBatch, row: int, start: int, triple: int, trie: _Trie) -
     batch.reward_t[row, there] = branch.reward
     batch.behaviour_log_probs_t[row, there] = branch.behaviour
     batch.version_t[row, there] = branch.version
-    branch_start, triple = branch_end, triple + len(branch.target)
+    triple += len(branch.target)
   return end, triple

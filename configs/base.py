@@ -72,6 +72,7 @@ def get_config():
   config.rollout.weights = 'same'  # of layers: same (compute_dtype) | int8 | fp8 | int8_dynamic
   config.rollout.kv = 'same'  # keys and values: same (compute_dtype) | int8 | fp8
   config.rollout.swap_mode = 'in_place'  # running samples at new weights: in_place, retract, drain
+  config.rollout.strategy = 'independent'  # independent | tree | prefix | delethink, with options
 
   # The boxes of the loss, each `name` or `name(option=value, ...)`; docs/algorithms.md lists them
   config.objective = ConfigDict()
@@ -122,6 +123,7 @@ def get_config():
   config.eval.temperature = 1.0  # 0 = greedy
   config.eval.pass_at = (1,)  # k of pass@k; the largest needs as many samples
   config.eval.correct_at = 1.0  # first verifier's score that counts as correct
+  config.eval.vote = 'none'  # none | number | text | last_line | boxed | tag: answers voted on
 
   config.serve = ConfigDict()  # python -m rlax_stack.serve
   config.serve.host = '127.0.0.1'  # any but a loopback address needs a token

@@ -5,7 +5,7 @@ Nothing here decides anything: values come from the config, the order of calls i
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -27,15 +27,15 @@ from rlax_stack.pallas_kernels.self_test import check_kernels
 from rlax_stack.rewards.chain import RewardChain
 from rlax_stack.rollout.engine import Engine
 from rlax_stack.rollout.engine_state import EngineConfig
-from rlax_stack.rollout.requests import FinishedSample, GenerationRequest, changes_logits
+from rlax_stack.rollout.requests import changes_logits
 from rlax_stack.rollout.scheduler import Scheduler
-from rlax_stack.rollout.trajectory import make_trajectory
+from rlax_stack.rollout.strategies import make_strategy
+from rlax_stack.rollout.strategies.plan import Generate, Limits, Task, carry_out
+from rlax_stack.rollout.trajectory import scored, text_places
 from rlax_stack.rollout.worker import RolloutWorker
 from rlax_stack.sharding import make_mesh
 from rlax_stack.sources import eval_sampling, make_sources, train_sampling
 from rlax_stack.types import Group, Prompt
-
-Generate = Callable[[Sequence[GenerationRequest]], Sequence[FinishedSample]]
 
 _HELD_OUT_IDS = 1 << 31  # group ids of evaluations, apart from those of training
 
@@ -88,10 +88,10 @@ def load_checked_model(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]
   """
   _check_kernels(config.model.kernels)
   model = load_model(config.model.path)
-  limit, sampled = config.rollout.max_prompt_tokens, config.rollout.max_tokens
+  limit, sampled = config.rollout.max_prompt_tokens, _limits(config).context
   if limit + sampled > model.config.max_context:
     raise ConfigError(
-      f'config.rollout.max_prompt_tokens + max_tokens = {limit + sampled} exceeds the context of '
+      f'config.rollout.max_prompt_tokens + {sampled} tokens after it = {limit + sampled} exceeds the context of '
       f'{config.model.path}, {model.config.max_context} tokens. Lower one of them.'
     )
   for name, source in prompts.items():
@@ -103,6 +103,10 @@ def load_checked_model(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]
           f'config.rollout.max_prompt_tokens={limit}. Raise it, or drop that prompt.'
         )
   return model
+
+
+def _limits(config: RunConfig) -> Limits:
+  return make_strategy(config.rollout.strategy).limits(config.rollout.max_tokens)
 
 
 def _check_kernels(kernels: str) -> None:
@@ -135,7 +139,7 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
       groups_per_batch=config.rollout.groups_per_step,
       group_size=config.rollout.group_size,
       max_prompt_tokens=config.rollout.max_prompt_tokens,
-      max_tokens=config.rollout.max_tokens,
+      max_tokens=_limits(config).span,
       row_length=section.row_length,
       micro_batch_tokens=section.micro_batch_tokens,
       data_parallel=section.mesh.data * section.mesh.fsdp,
@@ -206,19 +210,19 @@ def make_coordinator(config: RunConfig, iterator: PromptIterator) -> Coordinator
 
 def engine_sizes(config: RunConfig, *, serving: bool = False) -> EngineConfig:
   """The static sizes of the rollout engine; `serving` makes room for all that requests of an endpoint may ask for."""
-  rollout = config.rollout
+  rollout, limits = config.rollout, _limits(config)
   controls = changes_logits(train_sampling(config, ())) or (serving and not rollout.max_draft)
   sizes = EngineConfig(
     slots=rollout.slots,
-    max_prompt_tokens=rollout.max_prompt_tokens,
-    max_new_tokens=rollout.max_tokens,
+    max_prompt_tokens=rollout.max_prompt_tokens + limits.prefix,
+    max_new_tokens=limits.request,
     chunk_steps=rollout.decode_chunk,
     prefill_chunk=rollout.prefill_chunk,
     prefill_budget=rollout.prefill_budget,
     max_draft=rollout.max_draft,
     logit_controls=controls,
     max_logit_bias=300 if serving else 16,
-    max_top_log_probs=20 if serving else 0,
+    max_top_log_probs=20 if serving else limits.top_log_probs,
     compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
     weights=rollout.weights,
     kv=rollout.kv,
@@ -245,6 +249,7 @@ def make_worker(config: RunConfig, model: LoadedModel, chain: RewardChain) -> Ro
     tokenizer=model.tokenizer,
     score=chain.score,
     sampling=train_sampling(config, model.tokenizer.stop_token_ids),
+    strategy=make_strategy(config.rollout.strategy),
   )
 
 
@@ -268,30 +273,32 @@ def held_out_groups(
     One group per prompt. The same weights give the same samples at every call.
   """
   sampling, count = eval_sampling(config, model.tokenizer.stop_token_ids), config.eval.samples
-  requests = [
-    GenerationRequest(
+  strategy = make_strategy(config.rollout.strategy).for_evaluation
+  tasks = [
+    Task(
       group_id=_HELD_OUT_IDS + index,
-      sample_index=sample,
+      prompt=prompt,
       prompt_tokens=model.tokenizer.encode_chat(prompt.messages),
-      sampling=sampling,
+      samplings=(sampling,) * count,
+      group_size=count,
+      version=0,
+      tokenizer=model.tokenizer,
     )
     for index, prompt in enumerate(prompts)
-    for sample in range(count)
   ]
-  samples = generate(requests)
-  texts = [model.tokenizer.decode(sample.tokens.tolist()) for sample in samples]
-  of_sample = [prompts[sample.request.group_id - _HELD_OUT_IDS] for sample in samples]
-  rewards = chain.score(texts, of_sample)
+  drawn = carry_out((strategy.plan(task) for task in tasks), generate)
+  texts = [model.tokenizer.decode(t.tokens[text_places(t)].tolist()) for t in drawn]
+  rewards = chain.score(texts, [prompts[t.group_id - _HELD_OUT_IDS] for t in drawn])
   trajectories = [
-    make_trajectory(sample, prompt_id=prompt.prompt_id, text=text, reward=reward)
-    for sample, prompt, text, reward in zip(samples, of_sample, texts, rewards, strict=True)
+    scored(trajectory, text, reward, model.tokenizer.decode)
+    for trajectory, text, reward in zip(drawn, texts, rewards, strict=True)
   ]
   return [
     Group(
-      group_id=_HELD_OUT_IDS + index,
-      prompt=prompt,
-      prompt_tokens=requests[index * count].prompt_tokens,
+      group_id=task.group_id,
+      prompt=task.prompt,
+      prompt_tokens=task.prompt_tokens,
       trajectories=tuple(trajectories[index * count : (index + 1) * count]),
     )
-    for index, prompt in enumerate(prompts)
+    for index, task in enumerate(tasks)
   ]

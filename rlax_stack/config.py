@@ -89,6 +89,7 @@ class RolloutSection:
   weights: str
   kv: str
   swap_mode: str
+  strategy: str
 
 
 @_frozen
@@ -164,6 +165,7 @@ class EvalSection:
   temperature: float
   pass_at: tuple[int, ...]
   correct_at: float
+  vote: str
 
 
 @_frozen

@@ -5,7 +5,10 @@ from typing import Any
 
 from rlax_stack.config import RunConfig, nearest
 from rlax_stack.errors import ConfigError
+from rlax_stack.evaluation import VOTES
 from rlax_stack.objective_rules import objective_problems
+from rlax_stack.rollout.strategies import make_strategy
+from rlax_stack.rollout.strategies.independent import Independent
 
 _CHOICES = {
   'model.compute_dtype': ('auto', 'float32', 'bfloat16'),
@@ -20,6 +23,7 @@ _CHOICES = {
   'rollout.weights': ('same', 'int8', 'fp8', 'int8_dynamic'),
   'rollout.kv': ('same', 'int8', 'fp8'),
   'rollout.swap_mode': ('in_place', 'retract', 'drain'),
+  'eval.vote': ('none', *VOTES),
   'observe.progress': ('auto', 'live', 'plain', 'off'),
 }
 
@@ -121,6 +125,7 @@ def _combinations(config: RunConfig) -> Iterator[str]:
   yield from _name_rules(config)
   yield from _source_rules(config)
   yield from _rollout_rules(config)
+  yield from _strategy_rules(config)
   yield from objective_problems(config)
   yield from _learner_rules(config)
   yield from _eval_rules(config)
@@ -185,12 +190,33 @@ def _in_flight_rules(config: RunConfig) -> Iterator[str]:
     )
 
 
+def _strategy_rules(config: RunConfig) -> Iterator[str]:
+  """Raises ConfigError where the strategy cannot be read."""
+  rollout, strategy = config.rollout, make_strategy(config.rollout.strategy)
+  for problem in strategy.problems(rollout.group_size):
+    yield f'config.rollout.strategy={rollout.strategy}: {problem}'
+  if isinstance(strategy, Independent):
+    return
+  # A sample of several requests: these look at the tokens of one.
+  if rollout.presence_penalty or rollout.frequency_penalty:
+    yield (
+      f'presence_penalty and frequency_penalty count what one request sampled, but under config.rollout.strategy='
+      f'{rollout.strategy} a sample is more than that. Set both to 0.'
+    )
+  if rollout.stop_strings:
+    yield (
+      f'a stop string may lie across two requests of a sample under config.rollout.strategy={rollout.strategy}. '
+      'Set config.rollout.stop_strings=().'
+    )
+
+
 def _learner_rules(config: RunConfig) -> Iterator[str]:
   learner, rollout = config.learner, config.rollout
-  longest = rollout.max_prompt_tokens + rollout.max_tokens
+  span = make_strategy(rollout.strategy).limits(rollout.max_tokens).span
+  longest = rollout.max_prompt_tokens + span
   if 0 < learner.row_length < longest:
     yield (
-      f'a sample may have config.rollout.max_prompt_tokens + max_tokens = {longest} tokens, but '
+      f'a trajectory may have config.rollout.max_prompt_tokens + {span} = {longest} tokens, but '
       f'config.learner.row_length={learner.row_length}. Set it to {longest} or more, or to 0.'
     )
   for axis in ('context', 'expert'):

@@ -81,6 +81,8 @@ def _boxes(config: RunConfig) -> str:
     named = [value] if isinstance(value, str) else list(value)
     if named and (slot, named) != ('critic', ['none']):
       lines.append(f'{slot}: {", ".join(f"`{box}`" for box in named)}')
+  if config.rollout.strategy != 'independent':
+    lines.append(f'rollout.strategy: `{config.rollout.strategy}`')
   return '<br>'.join(lines)
 
 

@@ -1,4 +1,4 @@
-"""`python -m rlax_stack.evaluate --config=…`: accuracy and pass@k of a model, or of a trained run.
+"""`python -m rlax_stack.evaluate --config=…`: accuracy, pass@k and votes of a model, or of a trained run.
 
     python -m rlax_stack.evaluate --config=configs/quickstart.py --run=runs/quickstart \\
         --config.eval.samples=8 --config.eval.pass_at='(1,4,8)'
@@ -53,6 +53,7 @@ def evaluate(config: RunConfig, *, run: str | None = None) -> Evaluation:
     label=next(iter(config.rewards.verifiers)),
     correct_at=config.eval.correct_at,
     pass_at=config.eval.pass_at,
+    vote=config.eval.vote,
   )
 
 
@@ -75,7 +76,14 @@ def main(argv: Sequence[str]) -> int:
   print(f'accuracy: {result.accuracy:.4f}')
   for k, value in result.pass_at.items():
     print(f'pass@{k}: {value:.4f}')
-  print(json.dumps({**result._asdict(), 'pass_at': {str(k): v for k, v in result.pass_at.items()}}))
+  if result.vote is not None:
+    count = config.eval.samples
+    print(f'maj@{count}: {result.vote.majority:.4f}')
+    print(f'weighted maj@{count}: {result.vote.weighted:.4f}')
+    print(f'best of {count} by log-prob: {result.vote.best_of_n:.4f}')
+  plain = result._asdict() | {'pass_at': {str(k): v for k, v in result.pass_at.items()}}
+  plain['vote'] = result.vote and result.vote._asdict()
+  print(json.dumps(plain))
   return 0
 
 

@@ -148,6 +148,7 @@ class TrainLoop:
       label=next(iter(config.rewards.verifiers)),
       correct_at=config.eval.correct_at,
       pass_at=config.eval.pass_at,
+      vote=config.eval.vote,
     )
     self.account.held_out_after, self._evaluated_at = result.accuracy, step
     parts.rollouts.write(step, groups, split='held_out')
@@ -245,6 +246,8 @@ def _evaluation_metrics(result: Evaluation) -> dict[str, float]:
     'held_out/response_length': result.response_length,
     'held_out/failed': float(result.failed),
   }
+  if result.vote is not None:
+    values |= {f'held_out/{name}': value for name, value in result.vote._asdict().items()}
   return values | {f'held_out/pass@{k}': value for k, value in result.pass_at.items()}
 
 

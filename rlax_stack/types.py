@@ -104,6 +104,14 @@ class Reward:
   step_ends: tuple[int, ...] = ()
 
 
+class Branch(NamedTuple):
+  """Where a sample left another one of its group."""
+
+  root: int  # sample index of the tree's first sample
+  parent: int  # sample index of the one it left
+  length: int  # leading tokens that it took over from it, those of the prompt included
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trajectory:
   """One sample: the prompt's tokens and everything after them, in token space, never re-tokenised.
@@ -112,6 +120,9 @@ class Trajectory:
   sampled (temperature, top-k, top-p, min-p applied), `raw_log_probs_t` of the model's own at
   temperature 1; both f32, 0 where `source_t` is not POLICY. `version_t` is the weights version that
   made the token, -1 where none did. A turn is an uninterrupted run of POLICY tokens.
+
+  At every index of `context_starts` the context was set back to the prompt: the tokens from there on
+  saw the prompt and, up to the next such index, each other. What is repeated there is GUIDE.
   """
 
   group_id: int
@@ -128,6 +139,8 @@ class Trajectory:
   reward: Reward | None = None
   step_ends: tuple[int, ...] = ()  # tokens up to the end of each step of reward.step_ends
   roles: tuple[str, ...] = ()  # agent of each turn; empty where there is but one
+  context_starts: tuple[int, ...] = ()  # ascending, after the prompt; empty: one context
+  branch: Branch | None = None  # None: drawn from the prompt on
 
   @property
   def trajectory_id(self) -> str:

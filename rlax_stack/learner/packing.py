@@ -1,5 +1,5 @@
 """Packs groups of trajectories into rows of token tries: each prompt once, its completions one
-after another.
+after another. What completions of a row share beyond the prompt stands once, too.
 
 Numpy, on the host; not for advantages or device placement. Invariants: every trained token of every
 trajectory is the target of exactly one triple; a triple's source sees exactly the tokens before its
@@ -11,6 +11,8 @@ is to value what would have followed a cut-off trajectory do they get their plac
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ import jax
 import numpy as np
 
 from rlax_stack.errors import ConfigError, DataError
+from rlax_stack.learner.tries import TrieLayout, lay_out
 from rlax_stack.objectives.reward_batch import turns
 from rlax_stack.types import FinishReason, Group, PackedBatch, Trajectory
 
@@ -39,11 +42,13 @@ class RowShape(NamedTuple):
 class _Branch:
   """What one trajectory adds below its prompt; `source` and `next` are relative to the branch.
 
-  _PROMPT_END stands for the prompt's last token, _NOWHERE for no place.
+  _PROMPT_END stands for the prompt's last token, _NOWHERE for no place. Each of its contexts is a
+  child of the prompt.
   """
 
   trajectory: int
-  tokens: np.ndarray  # int32 [C], in the row
+  tokens: np.ndarray  # int32 [C]
+  contexts: tuple[slice, ...]  # of the tokens
   source: np.ndarray  # int32 [n]
   next: np.ndarray  # int32 [n], where the state after the target is
   target: np.ndarray  # int32 [n]
@@ -62,9 +67,14 @@ class _Trie:
   prompt: np.ndarray  # int32 [P]
   branches: tuple[_Branch, ...]
 
+  @functools.cached_property
+  def layout(self) -> TrieLayout:
+    """What is below the prompt: the contexts of the first branch, of the second, and so on."""
+    return lay_out([branch.tokens[part] for branch in self.branches for part in branch.contexts])
+
   @property
   def shape(self) -> RowShape:
-    length = len(self.prompt) + sum(len(branch.tokens) for branch in self.branches)
+    length = len(self.prompt) + len(self.layout.tokens)
     return RowShape(length, sum(len(branch.target) for branch in self.branches))
 
 
@@ -210,12 +220,20 @@ def _make_branch(
       f'trajectory {trajectory.trajectory_id} trains on token {trained[0]} of its prompt; '
       'prompts are shared by their group. Clear mask_t there.'
     )
-  source = (trained - 1 - prompt_length).astype(np.int32)
+  starts = _context_starts(trajectory, prompt_length)
+  # The first token of a context is predicted where the prompt ends.
+  source = np.where(
+    np.isin(trained - prompt_length, starts), _PROMPT_END, trained - 1 - prompt_length
+  )
+  source = source.astype(np.int32)
   goes_on = bootstrap and trajectory.finish_reason in _CUT_OFF
   after = len(tokens) - 1 - prompt_length if goes_on else _NOWHERE
+  placed = tokens[prompt_length:] if goes_on else tokens[prompt_length : trained[-1]]
+  edges = np.minimum([*starts, len(placed)], len(placed)).tolist()
   return _Branch(
     trajectory=index,
-    tokens=tokens[prompt_length:] if goes_on else tokens[prompt_length : trained[-1]],
+    tokens=placed,
+    contexts=tuple(slice(start, end) for start, end in itertools.pairwise(edges)),
     source=source,
     next=np.append(source[1:], after).astype(np.int32),
     target=tokens[trained],
@@ -225,6 +243,17 @@ def _make_branch(
     advantage=_per_token(advantage, trained.size, trajectory),
     reward=reward,
   )
+
+
+def _context_starts(trajectory: Trajectory, prompt_length: int) -> list[int]:
+  """Where its contexts start, after the prompt, the first one at 0."""
+  starts = [0, *(start - prompt_length for start in trajectory.context_starts)]
+  if sorted(set(starts)) != starts or starts[-1] > len(trajectory.tokens) - prompt_length:
+    raise DataError(
+      f'trajectory {trajectory.trajectory_id} has contexts that start at {trajectory.context_starts}; '
+      f'they must ascend between its prompt of {prompt_length} and its end at {len(trajectory.tokens)}.'
+    )
+  return starts
 
 
 def _per_token(advantage: Any, count: int, trajectory: Trajectory) -> np.ndarray:
@@ -316,26 +345,21 @@ def _write(batch: PackedBatch, row: int, start: int, triple: int, trie: _Trie) -
 
   Returns where the next one goes.
   """
-  end = start + trie.shape.length
-  branch_start = start + len(trie.prompt)
-  batch.tokens[row, start:branch_start] = trie.prompt
-  batch.positions[row, start:branch_start] = np.arange(len(trie.prompt))
-  batch.subtree_end[row, start:branch_start] = end
+  end, below = start + trie.shape.length, start + len(trie.prompt)
+  layout = trie.layout
+  batch.tokens[row, start:end] = np.concatenate([trie.prompt, layout.tokens])
+  batch.positions[row, start:below] = np.arange(len(trie.prompt))
+  batch.positions[row, below:end] = len(trie.prompt) + layout.depth
+  batch.subtree_end[row, start:below] = end
+  batch.subtree_end[row, below:end] = below + layout.subtree_end
+  contexts = iter(layout.places)
   for branch in trie.branches:
-    branch_end = branch_start + len(branch.tokens)
-    here = slice(branch_start, branch_end)
-    batch.tokens[row, here] = branch.tokens
-    batch.positions[row, here] = len(trie.prompt) + np.arange(len(branch.tokens))
-    batch.subtree_end[row, here] = branch_end
+    places = np.concatenate([next(contexts) for _ in branch.contexts])
+    # The last two entries are those of _NOWHERE and _PROMPT_END.
+    in_row = np.concatenate([below + places, [-1, below - 1]])
     there = slice(triple, triple + len(branch.target))
-    last_of_prompt = start + len(trie.prompt) - 1
-
-    def place(relative, last_of_prompt=last_of_prompt, branch_start=branch_start):
-      in_row = np.where(relative == _PROMPT_END, last_of_prompt, branch_start + relative)
-      return np.where(relative == _NOWHERE, -1, in_row)
-
-    batch.source_index_t[row, there] = place(branch.source)
-    batch.next_index_t[row, there] = place(branch.next)
+    batch.source_index_t[row, there] = in_row[branch.source]
+    batch.next_index_t[row, there] = in_row[branch.next]
     batch.target_t[row, there] = branch.target
     batch.mask_t[row, there] = True
     batch.trajectory_t[row, there] = branch.trajectory
@@ -345,5 +369,5 @@ def _write(batch: PackedBatch, row: int, start: int, triple: int, trie: _Trie) -
     batch.reward_t[row, there] = branch.reward
     batch.behaviour_log_probs_t[row, there] = branch.behaviour
     batch.version_t[row, there] = branch.version
-    branch_start, triple = branch_end, triple + len(branch.target)
+    triple += len(branch.target)
   return end, triple

@@ -1,47 +1,129 @@
-"""From a finished sample to a trajectory: the prompt's tokens in front, per-token records where tokens were sampled."""
+"""From samples to trajectories: spans of tokens after the prompt, each with who wrote it and whether it is trained on.
+
+Not for what is drawn (strategies/) or how it is scored. Invariant: a trajectory's text is that of its tokens after the
+prompt, what a new context repeats left out.
+"""
 
 import bisect
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from rlax_stack.rollout.requests import FinishedSample
-from rlax_stack.types import Reward, Source, Trajectory
+from rlax_stack.types import Branch, FinishReason, Reward, Source, Trajectory
+
+
+class Span(NamedTuple):
+  """Neighbouring tokens of one writer; arrays [T]."""
+
+  tokens: np.ndarray  # int32
+  log_probs_t: np.ndarray  # float32
+  raw_log_probs_t: np.ndarray  # float32
+  version_t: np.ndarray  # int32
+  source: Source
+  trained: bool
+  new_context: bool = False  # whether the context is set back to the prompt before it
+
+  def first(self, count: int, *, trained: bool) -> 'Span':
+    """Its first `count` tokens."""
+    parts = (x[:count] for x in self[:4])
+    return Span(*parts, source=self.source, trained=trained, new_context=self.new_context)
+
+
+def sampled_span(
+  sample: FinishedSample, *, trained: bool = True, new_context: bool = False
+) -> Span:
+  """What was sampled, the stop token included."""
+  return Span(
+    sample.tokens,
+    sample.log_probs_t,
+    sample.raw_log_probs_t,
+    sample.version_t,
+    Source.POLICY,
+    trained,
+    new_context,
+  )
+
+
+def given_span(tokens: np.ndarray, *, source: Source, new_context: bool = False) -> Span:
+  """Tokens that were not sampled here: nothing is known of them and nothing is trained."""
+  tokens = np.asarray(tokens, np.int32)
+  zeros, none = np.zeros(len(tokens), np.float32), np.full(len(tokens), -1, np.int32)
+  return Span(tokens, zeros, zeros, none, source, False, new_context)
+
+
+def assemble(
+  prompt_tokens: np.ndarray,
+  spans: Sequence[Span],
+  *,
+  group_id: int,
+  sample_index: int,
+  prompt_id: str,
+  finish_reason: FinishReason,
+  branch: Branch | None = None,
+) -> Trajectory:
+  """The trajectory of a prompt and the spans after it, in order, without text and reward."""
+  whole = [given_span(prompt_tokens, source=Source.PROMPT), *spans]
+  starts = np.cumsum([0, *(len(span.tokens) for span in whole)]).tolist()
+
+  def joined(index: int, dtype: type) -> np.ndarray:
+    return np.concatenate([span[index] for span in whole]).astype(dtype)
+
+  def repeated(values: Sequence[int], dtype: type) -> np.ndarray:
+    return np.repeat(np.array(values, dtype), [len(span.tokens) for span in whole])
+
+  return Trajectory(
+    group_id=group_id,
+    sample_index=sample_index,
+    prompt_id=prompt_id,
+    tokens=joined(0, np.int32),
+    source_t=repeated([span.source for span in whole], np.int8),
+    mask_t=repeated([span.trained for span in whole], bool),
+    behaviour_log_probs_t=joined(1, np.float32),
+    raw_log_probs_t=joined(2, np.float32),
+    version_t=joined(3, np.int32),
+    finish_reason=finish_reason,
+    context_starts=tuple(
+      start for start, span in zip(starts, whole, strict=False) if span.new_context
+    ),
+    branch=branch,
+  )
 
 
 def make_trajectory(
-  sample: FinishedSample,
-  *,
-  prompt_id: str,
-  text: str,
-  reward: Reward | None,
-  step_ends: Sequence[int] = (),
+  sample: FinishedSample, *, prompt_id: str, text: str = '', reward: Reward | None = None
 ) -> Trajectory:
-  """A single-turn trajectory: every sampled token, stop token included, is trained on.
-
-  `step_ends` counts sampled tokens, as the function of that name does.
-  """
-  prompt = np.asarray(sample.request.prompt_tokens, np.int32)
-  sampled = np.arange(len(prompt) + len(sample.tokens)) >= len(prompt)
-
-  def after_prompt(values: np.ndarray, fill: float, dtype: type) -> np.ndarray:
-    return np.concatenate([np.full(len(prompt), fill, dtype), values.astype(dtype)])
-
-  return Trajectory(
+  """A single-turn trajectory: every sampled token, stop token included, is trained on."""
+  made = assemble(
+    np.asarray(sample.request.prompt_tokens, np.int32),
+    [sampled_span(sample)],
     group_id=sample.request.group_id,
     sample_index=sample.request.sample_index,
     prompt_id=prompt_id,
-    tokens=np.concatenate([prompt, sample.tokens]).astype(np.int32),
-    source_t=np.where(sampled, Source.POLICY, Source.PROMPT).astype(np.int8),
-    mask_t=sampled,
-    behaviour_log_probs_t=after_prompt(sample.log_probs_t, 0.0, np.float32),
-    raw_log_probs_t=after_prompt(sample.raw_log_probs_t, 0.0, np.float32),
-    version_t=after_prompt(sample.version_t, -1, np.int32),
     finish_reason=sample.finish_reason,
-    text=text,
-    reward=reward,
-    step_ends=tuple(len(prompt) + end for end in step_ends),
   )
+  return dataclasses.replace(made, text=text, reward=reward)
+
+
+def text_places(trajectory: Trajectory) -> np.ndarray:
+  """Indices of the tokens that make its text, int [K]: those after the prompt, save what a new context repeats."""
+  source = np.asarray(trajectory.source_t)
+  first = trajectory.context_starts[0] if trajectory.context_starts else len(source)
+  again = (source == Source.GUIDE) & (np.arange(len(source)) >= first)
+  return np.flatnonzero((source != Source.PROMPT) & ~again)
+
+
+def scored(
+  trajectory: Trajectory, text: str, reward: Reward, decode: Callable[[Sequence[int]], str]
+) -> Trajectory:
+  """With its text and reward, and the ends of the reward's steps in tokens."""
+  places = text_places(trajectory)
+  counts = step_ends(trajectory.tokens[places], reward.step_ends, decode)
+  after = np.append(places[:1], places + 1)  # where a step of so many tokens ends
+  ends = tuple(int(after[count]) for count in counts) if len(places) else ()
+  return dataclasses.replace(trajectory, text=text, reward=reward, step_ends=ends)
 
 
 def step_ends(

@@ -18,7 +18,9 @@ from absl import logging
 from rlax_stack.errors import FleetError, StaleLeaseError
 from rlax_stack.rollout.requests import FinishedSample, GenerationRequest
 from rlax_stack.rollout.scheduler import Scheduler
-from rlax_stack.rollout.trajectory import make_trajectory, step_ends
+from rlax_stack.rollout.strategies.independent import Independent
+from rlax_stack.rollout.strategies.plan import Plan, Strategy, Task
+from rlax_stack.rollout.trajectory import scored, text_places
 from rlax_stack.types import Message, Prompt, Reward, SamplingParams, Trajectory
 
 _BLOCK_S = 0.2  # blocking calls are this short, so that a stop is seen at once
@@ -36,6 +38,10 @@ class ChatTokenizer(Protocol):
 
   def encode_chat(self, messages: Sequence[Message]) -> np.ndarray:
     """Tokens of a prompt, int32 [P]."""
+    ...
+
+  def encode(self, text: str) -> np.ndarray:
+    """Tokens of a text, int32 [T]."""
     ...
 
   def decode(self, ids: Sequence[int]) -> str:
@@ -60,7 +66,8 @@ class _Open:
   """A leased group on its way."""
 
   lease: Any
-  samples: list[FinishedSample] = dataclasses.field(default_factory=list)
+  plan: Plan
+  trajectories: list[Trajectory] = dataclasses.field(default_factory=list)
   scored: concurrent.futures.Future | None = None
 
 
@@ -72,6 +79,7 @@ class RolloutWorker:
     tokenizer: renders prompts and decodes samples.
     score: (texts, prompts) -> one Reward each; called from one thread.
     sampling: of every sample; without stop_token_ids it takes the tokenizer's.
+    strategy: how the samples of a group are drawn.
     worker_id: name in leases and logs.
     extend_every_s: heartbeat of leases, well below the lease timeout.
   """
@@ -83,6 +91,7 @@ class RolloutWorker:
     tokenizer: ChatTokenizer,
     score: ScoreFunction,
     sampling: SamplingParams,
+    strategy: Strategy | None = None,
     worker_id: str = 'rollout-0',
     extend_every_s: float = 10.0,
   ):
@@ -90,6 +99,7 @@ class RolloutWorker:
       sampling = dataclasses.replace(sampling, stop_token_ids=tuple(tokenizer.stop_token_ids))
     self._scheduler, self._tokenizer, self._score = scheduler, tokenizer, score
     self._sampling, self._worker_id = sampling, worker_id
+    self._strategy = Independent() if strategy is None else strategy
     self._greedy = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     self._extend_every_s, self._extended_s = extend_every_s, 0.0
     self._open: dict[int, _Open] = {}
@@ -219,49 +229,52 @@ class RolloutWorker:
     return True
 
   def _start_group(self, lease: Any) -> None:
-    tokens = np.asarray(self._tokenizer.encode_chat(lease.prompt.messages), np.int32)
+    """Submits the first requests of a group's plan, the greedy one in front: it starts with the group's weights."""
+    extras = lease.num_samples - lease.group_size
+    plan = self._strategy.plan(
+      Task(
+        group_id=lease.group_id,
+        prompt=lease.prompt,
+        prompt_tokens=np.asarray(self._tokenizer.encode_chat(lease.prompt.messages), np.int32),
+        samplings=(self._sampling,) * lease.group_size + (self._greedy,) * extras,
+        group_size=lease.group_size,
+        version=lease.min_version,
+        tokenizer=self._tokenizer,
+      )
+    )
+    self._submit(plan.start())
+    self._open[lease.group_id] = _Open(lease, plan)
+
+  def _submit(self, requests: Sequence[GenerationRequest]) -> None:
     with self._turn:
       self._turn.wait_for(lambda: not self._guests)
-      # The greedy sample is submitted first: it starts with the weights that the group starts with.
-      for index in (*range(lease.group_size, lease.num_samples), *range(lease.group_size)):
-        self._scheduler.submit(
-          GenerationRequest(
-            group_id=lease.group_id,
-            sample_index=index,
-            prompt_tokens=tokens,
-            sampling=self._sampling if index < lease.group_size else self._greedy,
-          )
-        )
-    self._open[lease.group_id] = _Open(lease)
+      for request in requests:
+        self._scheduler.submit(request)
 
   def _take(
     self, finished: Sequence[FinishedSample], scorers: concurrent.futures.ThreadPoolExecutor
   ) -> None:
-    """Files finished samples; a whole group goes to be scored."""
+    """Gives finished samples to their plans; a whole group goes to be scored."""
     for sample in finished:
       group = self._open.get(sample.request.group_id)
       if group is None:
         continue  # its lease was lost meanwhile
-      group.samples.append(sample)
-      if len(group.samples) == group.lease.num_samples:
+      further, complete = group.plan.take(sample)
+      group.trajectories += complete
+      if further:
+        self._submit(further)
+      if len(group.trajectories) == group.lease.num_samples:
         group.scored = scorers.submit(self._trajectories, group)
 
   def _trajectories(self, group: _Open) -> list[Trajectory]:
     start = time.perf_counter()
-    prompt = group.lease.prompt
-    samples = sorted(group.samples, key=lambda sample: sample.request.sample_index)
-    texts = [self._tokenizer.decode(sample.tokens.tolist()) for sample in samples]
-    rewards = self._score(texts, [prompt] * len(texts))
+    drawn = sorted(group.trajectories, key=lambda trajectory: trajectory.sample_index)
+    texts = [self._tokenizer.decode(t.tokens[text_places(t)].tolist()) for t in drawn]
+    rewards = self._score(texts, [group.lease.prompt] * len(texts))
     self.stats.score_s += time.perf_counter() - start
     return [
-      make_trajectory(
-        sample,
-        prompt_id=prompt.prompt_id,
-        text=text,
-        reward=reward,
-        step_ends=step_ends(sample.tokens, reward.step_ends, self._tokenizer.decode),
-      )
-      for sample, text, reward in zip(samples, texts, rewards, strict=True)
+      scored(trajectory, text, reward, self._tokenizer.decode)
+      for trajectory, text, reward in zip(drawn, texts, rewards, strict=True)
     ]
 
   def _deliver_scored(self, coordinator: Any) -> None:

@@ -122,8 +122,11 @@ def test_evaluate_and_export_a_run(launch, tmp_path):
   assert result['num_samples'] == 32 and result['failed'] == 0
   assert result['pass_at']['1'] == pytest.approx(result['accuracy'])
   assert result['pass_at']['8'] >= result['pass_at']['1']
-  untrained = launch(module='evaluate')
-  before = json.loads(untrained.stdout.strip().splitlines()[-1])['accuracy']
+  untrained = launch('--config.eval.vote=text', module='evaluate')
+  first = json.loads(untrained.stdout.strip().splitlines()[-1])
+  before, vote = first['accuracy'], first['vote']
+  assert set(vote) == {'majority', 'weighted', 'best_of_n'}
+  assert f'maj@8: {vote["majority"]:.4f}' in untrained.stdout and result['vote'] is None
   last = [line for line in launch('--config.steps=10').stdout.splitlines() if 'accuracy: ' in line]
   assert last[-1].startswith(f'held-out accuracy: {before:.2f} -> {result["accuracy"]:.2f} in ')
   out = tmp_path / 'exported'

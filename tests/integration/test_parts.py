@@ -17,6 +17,8 @@ from rlax_stack.learner.checkpoint import Checkpointer
 from rlax_stack.observe.metrics import open_metrics
 from rlax_stack.observe.progress import Progress
 from rlax_stack.observe.rollouts_writer import RolloutsWriter
+from rlax_stack.rollout.requests import GenerationRequest
+from rlax_stack.rollout.trajectory import make_trajectory
 from rlax_stack.train_loop import Account, LoopParts, TrainLoop, account_from, batch_metrics
 from rlax_stack.types import Group
 
@@ -107,7 +109,7 @@ def run_synchronously(config, model):
 
 def draw(scheduler, chain, model, prompt, group_id, count, sampling):
   requests = [
-    assembly.GenerationRequest(
+    GenerationRequest(
       group_id=group_id,
       sample_index=i,
       prompt_tokens=model.tokenizer.encode_chat(prompt.messages),
@@ -119,7 +121,7 @@ def draw(scheduler, chain, model, prompt, group_id, count, sampling):
   texts = [model.tokenizer.decode(sample.tokens.tolist()) for sample in samples]
   rewards = chain.score(texts, [prompt] * count)
   trajectories = tuple(
-    assembly.make_trajectory(sample, prompt_id=prompt.prompt_id, text=text, reward=reward)
+    make_trajectory(sample, prompt_id=prompt.prompt_id, text=text, reward=reward)
     for sample, text, reward in zip(samples, texts, rewards, strict=True)
   )
   return Group(

@@ -18,6 +18,7 @@ from rlax_stack.objectives.advantages import (
   process,
   roles,
   token_std,
+  trees,
   weighted,
 )
 
@@ -34,5 +35,6 @@ TABLE = (
   | greedy.TABLE
   | process.TABLE
   | roles.TABLE
+  | trees.TABLE
   | critic.TABLE
 )

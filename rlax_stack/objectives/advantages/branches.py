@@ -4,7 +4,9 @@ Not for turns and agents (`roles.py`) or process rewards (`process.py`). Invaria
 group share a prefix exactly as far as their tokens agree, whoever wrote them.
 """
 
-from typing import Annotated
+import math
+from collections.abc import Iterator
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
@@ -47,11 +49,50 @@ def prefix_tree(
   return tuple(out)
 
 
-def _branch_steps(batch: RewardBatch, member: np.ndarray) -> list[np.ndarray]:
-  """V(after) − V(before) at every token of the group's trajectories, prompts included."""
+def tree_nodes(batch: RewardBatch) -> TokenValues:
+  """What a node of the group's prefix tree is worth beside the root and beside the node before it (TreeRL).
+
+  Aₜ = (2 V(n) − V(root) − V(parent(n))) / √|n|,  n the node of token t, V the mean reward of the samples through it
+
+  A node is a run of tokens that the same samples go through, |n| of them. Divided by: √|n|, because a token that k
+  samples share counts k times. Gradient flows through: nothing (numpy).
+  See "TreeRL: LLM Reinforcement Learning with On-Policy Tree Search", Hou et al.
+  (https://arxiv.org/abs/2506.11902).
+
+  Args:
+    batch: ragged groups of at least 2, with trajectories.
+
+  Returns: float64, one array per trajectory.
+  """
+  out = [np.zeros(n) for n in batch.length]
+  for member in compared_groups(batch):
+    rewards = batch.reward[member]
+    if (rewards == rewards[0]).all():
+      continue
+    root = rewards.mean()
+    values = [np.zeros(len(batch.trajectories[index].tokens)) for index in member]
+    for node in _nodes(batch, member):
+      worth, before = node.rewards.mean(), node.before.mean()
+      for i in node.members:
+        values[i][node.start :] = (2 * worth - root - before) / math.sqrt(len(node.members))
+    for index, value in zip(member, values, strict=True):
+      out[index] = value[np.asarray(batch.trajectories[index].mask_t)]
+  return tuple(out)
+
+
+class _Node(NamedTuple):
+  """Samples that go on alike from `start`, where others that agreed with them until then do not."""
+
+  start: int
+  members: list[int]  # places in the group
+  rewards: np.ndarray  # of them
+  before: np.ndarray  # of all that agreed until then
+
+
+def _nodes(batch: RewardBatch, member: np.ndarray) -> Iterator[_Node]:
+  """The nodes of a group's prefix tree, each after the one it leaves; prompts agree."""
   tokens = [np.asarray(batch.trajectories[index].tokens) for index in member]
   rewards = batch.reward[member]
-  steps = [np.zeros(len(t)) for t in tokens]
   pending = [(list(range(len(member))), 0)]  # who agrees so far, and how far
   while pending:
     agreeing, depth = pending.pop()
@@ -61,10 +102,17 @@ def _branch_steps(batch: RewardBatch, member: np.ndarray) -> list[np.ndarray]:
       if depth < len(tokens[i]):
         branches.setdefault(int(tokens[i][depth]), []).append(i)
     for branch in branches.values():
-      for i in branch:
-        steps[i][depth] = rewards[branch].mean() - rewards[agreeing].mean()
+      yield _Node(depth, branch, rewards[branch], rewards[agreeing])
       if len(branch) > 1:
         pending.append((branch, depth + 1))
+
+
+def _branch_steps(batch: RewardBatch, member: np.ndarray) -> list[np.ndarray]:
+  """V(after) − V(before) at every token of the group's trajectories, prompts included."""
+  steps = [np.zeros(len(batch.trajectories[index].tokens)) for index in member]
+  for node in _nodes(batch, member):
+    for i in node.members:
+      steps[i][node.start] = node.rewards.mean() - node.before.mean()
   return steps
 
 
@@ -79,5 +127,8 @@ def _agreement(tokens: list[np.ndarray]) -> int:
 TABLE = {
   'prefix_tree': Box(
     prefix_tree, formula="A = (R − μ_g + V(s') − V(s))/(s_g + {eps:g})", tags=frozenset({'group'})
+  ),
+  'tree_nodes': Box(
+    tree_nodes, formula='A = (2 V(n) − V(root) − V(parent))/√|n|', tags=frozenset({'group'})
   ),
 }

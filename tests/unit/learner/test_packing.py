@@ -3,6 +3,8 @@
 Determinism.
 """
 
+import dataclasses
+
 import hypothesis
 import numpy as np
 import pytest
@@ -55,7 +57,11 @@ def _batches(draw):
     completions, masks = [], []
     for _ in range(draw(st.integers(1, 5))):
       length = draw(st.integers(1, 7))
-      completions.append(np.arange(token, token + length))
+      fresh = np.arange(token, token + length)
+      # Some go on like one before.
+      shared = draw(st.integers(0, length)) if completions else 0
+      other = completions[draw(st.integers(0, len(completions) - 1))] if completions else fresh
+      completions.append(np.concatenate([other[:shared], fresh[min(shared, len(other)) :]]))
       masks.append(np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length))))
       token += length
     groups.append(make_group(g, prompt, completions, masks))
@@ -140,7 +146,7 @@ def test_prompt_once_and_layout_by_hand():
 
 
 def test_several_groups_share_a_row_largest_first():
-  groups = [make_group(g, [g + 1], [np.full(n, 9)] * 2) for g, n in enumerate([2, 5, 3])]
+  groups = [make_group(g, [g + 1], [np.full(n, 9), np.full(n, 8)]) for g, n in enumerate([2, 5, 3])]
   batch = packing.pack_groups(groups, _advantages(groups), row_shapes=[RowShape(12, 16)])
   assert batch.tokens.shape == (2, 12)
   assert batch.group_t[0, 0] == 1 and set(batch.group_t[0]) == {1, 0, -1}
@@ -148,7 +154,7 @@ def test_several_groups_share_a_row_largest_first():
 
 
 def test_large_group_is_split_with_its_prompt():
-  group = make_group(0, [1, 2, 3], [np.arange(4, 9)] * 5)
+  group = make_group(0, [1, 2, 3], [np.arange(i, i + 5) for i in range(10, 60, 10)])
   batch = packing.pack_groups([group], _advantages([group]), row_shapes=[RowShape(11, 16)])
   assert batch.tokens.shape[0] == 3
   assert (batch.tokens[:, :3] == [1, 2, 3]).all()
@@ -205,3 +211,48 @@ def test_bad_input_is_refused():
   small.trajectories[0].tokens[0] = 9
   with pytest.raises(DataError, match='0/0 does not start with the 2 tokens'):
     packing.pack_groups([small], [[0.0]], row_shapes=shapes)
+
+
+def test_what_completions_share_stands_once():
+  group = make_group(0, [1, 2], [[3, 4, 5, 6], [7, 8], [3, 4, 9, 9], [3, 4, 5, 6]])
+  batch = packing.pack_groups(
+    [group], [np.arange(4.0)], row_shapes=[RowShape(9, 14)], rows_multiple=1
+  )
+  # 3 4 of three samples, 5 of two of them, 9 of one; then 7. Last tokens are targets only.
+  np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 4, 5, 9, 7, 0, 0]])
+  np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 4, 4, 2, 0, 0]])
+  np.testing.assert_array_equal(batch.subtree_end, [[7, 7, 6, 6, 5, 6, 7, 8, 9]])
+  # A token that k samples share is k targets, each with its own sample's advantage.
+  np.testing.assert_array_equal(batch.target_t, [[3, 4, 5, 6, 7, 8, 3, 4, 9, 9, 3, 4, 5, 6]])
+  np.testing.assert_array_equal(batch.source_index_t, [[1, 2, 3, 4, 1, 6, 1, 2, 3, 5, 1, 2, 3, 4]])
+  np.testing.assert_array_equal(batch.adv_t, [[0] * 4 + [1] * 2 + [2] * 4 + [3] * 4])
+
+
+def test_contexts_are_children_of_the_prompt():
+  """Two contexts, the second of which repeats tokens 4 and 5; then one that repeats nothing."""
+  group = make_group(
+    0, [1, 2], [[3, 4, 5, 4, 5, 6, 7, 8, 9], [6]], [[1, 1, 1, 0, 0, 1, 1, 1, 1], [1]]
+  )
+  cut = dataclasses.replace(group.trajectories[0], context_starts=(5, 9))
+  group = dataclasses.replace(group, trajectories=(cut, group.trajectories[1]))
+  batch = packing.pack_groups(
+    [group], [np.zeros(2, np.float32)], row_shapes=[RowShape(12, 9)], rows_multiple=1
+  )
+  #                                          3  4  5 | 4  5  6  7 | 8
+  np.testing.assert_array_equal(batch.tokens, [[1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 0, 0]])
+  np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 4, 2, 3, 4, 5, 2, 0, 0]])
+  np.testing.assert_array_equal(batch.subtree_end, [[10, 10, 5, 5, 5, 9, 9, 9, 9, 10, 11, 12]])
+  np.testing.assert_array_equal(batch.target_t[0, :8], [3, 4, 5, 6, 7, 8, 9, 6])
+  np.testing.assert_array_equal(batch.source_index_t[0, :8], [1, 2, 3, 6, 7, 1, 9, 1])
+  # The state after a token is where the next one is predicted, in its own context.
+  np.testing.assert_array_equal(batch.next_index_t[0, :8], [2, 3, 6, 7, 1, 9, -1, -1])
+  np.testing.assert_array_equal(batch.trajectory_t[0], [0] * 7 + [1, -1])
+
+
+@pytest.mark.parametrize('starts', [(2,), (5, 5), (7, 6), (12,)])
+def test_contexts_outside_a_trajectory_are_refused(starts):
+  group = make_group(3, [1, 2], [[3, 4, 5, 6, 7, 8]])
+  wrong = dataclasses.replace(group.trajectories[0], context_starts=starts)
+  group = dataclasses.replace(group, trajectories=(wrong,))
+  with pytest.raises(DataError, match=r'trajectory 3/0 has contexts that start at .* end at 8'):
+    packing.pack_groups([group], [np.zeros(1)], row_shapes=[RowShape(16, 16)])

@@ -1,5 +1,6 @@
 """A tiny random model, an engine and a slow reference for the tests of rollout/."""
 
+import dataclasses
 import functools
 import types
 
@@ -42,6 +43,11 @@ SIZES = EngineConfig(
 @functools.cache
 def engine() -> Engine:
   return Engine(MODEL, SIZES)
+
+
+@functools.cache
+def engine_with_tops() -> Engine:
+  return Engine(MODEL, dataclasses.replace(SIZES, max_top_log_probs=20))
 
 
 @functools.cache
@@ -109,6 +115,7 @@ def tiny():
     MODEL=MODEL,
     SIZES=SIZES,
     engine=engine,
+    engine_with_tops=engine_with_tops,
     params=params,
     scheduler=scheduler,
     prompt=prompt,

@@ -10,7 +10,11 @@ from rlax_stack.errors import PromptTooLongError
 from rlax_stack.fleet.coordinator import Coordinator
 from rlax_stack.fleet.parameter_server import ParameterServer
 from rlax_stack.rollout.scheduler import Scheduler
-from rlax_stack.rollout.trajectory import step_ends
+from rlax_stack.rollout.strategies.delethink import Delethink
+from rlax_stack.rollout.strategies.plan import Task, carry_out
+from rlax_stack.rollout.strategies.prefix import Prefix
+from rlax_stack.rollout.strategies.tree import Tree
+from rlax_stack.rollout.trajectory import step_ends, text_places
 from rlax_stack.rollout.worker import RolloutWorker
 from rlax_stack.types import Message, Prompt, Reward, SamplingParams, Source
 
@@ -22,6 +26,9 @@ class _Tokenizer:
 
   def encode_chat(self, messages):
     return np.arange(1, 1 + len(messages[0].content), dtype=np.int32)
+
+  def encode(self, text):
+    return np.array([int(word) for word in text.split()], np.int32)
 
   def decode(self, ids):
     return ' '.join(str(i) for i in ids)
@@ -37,7 +44,9 @@ def _prompts(length=7):
     number += 1
     content = 'x' * (length + number % 3)
     yield Prompt(
-      prompt_id=f'p{number}', messages=(Message(role='user', content=content),), answer=''
+      prompt_id=f'p{number}',
+      messages=(Message(role='user', content=content),),
+      answer='20 21 22 23',
     )
 
 
@@ -152,6 +161,36 @@ def test_a_greedy_sample_is_drawn_beside_every_group(tiny):
     request = tiny.request(group.group_id, 1, tokens=prompt, max_tokens=8, stop_token_ids=(96,))
     (want,) = tiny.scheduler().generate_all([request])
     np.testing.assert_array_equal(group.trajectories[1].tokens[len(prompt) :], want.tokens)
+
+
+@pytest.mark.parametrize(
+  'strategy', [Tree(roots=1, by='random'), Delethink(chunk=4, carry=2), Prefix(field='')]
+)
+def test_groups_of_a_strategy_are_those_drawn_by_its_plan(tiny, strategy):
+  """Through lease, scheduler, scoring and delivery, with a greedy sample beside each group."""
+  with _Run(tiny, greedy=True, strategy=strategy) as run:
+    run.publish(0)
+    groups = run.coordinator.next_batch(0, timeout_s=60.0)
+  assert run.error is None and len(groups) == _BATCH
+  for group in groups:
+    task = Task(
+      group_id=group.group_id,
+      prompt=group.prompt,
+      prompt_tokens=group.prompt_tokens,
+      samplings=(SamplingParams(max_tokens=8, stop_token_ids=(96,)),) * _GROUP
+      + (SamplingParams(max_tokens=8, stop_token_ids=(96,), temperature=0.0),),
+      group_size=_GROUP,
+      version=0,
+      tokenizer=_Tokenizer(),
+    )
+    want = carry_out([strategy.plan(task)], tiny.scheduler().generate_all)
+    for got, other in zip((*group.trajectories, group.greedy), want, strict=True):
+      assert (got.sample_index, got.branch) == (other.sample_index, other.branch)
+      assert got.context_starts == other.context_starts
+      for name in ('tokens', 'source_t', 'mask_t', 'behaviour_log_probs_t', 'version_t'):
+        np.testing.assert_array_equal(getattr(got, name), getattr(other, name))
+      assert got.text == _Tokenizer().decode(got.tokens[text_places(got)])
+      assert got.reward.value == len(got.text)
 
 
 def test_ends_of_steps_are_found_in_tokens():

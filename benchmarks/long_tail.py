@@ -63,6 +63,9 @@ class _Tokenizer:
     random = np.random.default_rng(int(messages[0].content))
     return random.integers(0, self._vocab_size, _PROMPT_TOKENS).astype(np.int32)
 
+  def encode(self, text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
   def decode(self, ids: Any) -> str:
     return str(len(ids))
 

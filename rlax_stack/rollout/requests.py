@@ -27,6 +27,7 @@ class GenerationRequest:
     None  # int32 [D], what the sample may turn out to be; changes no token
   )
   rng_group_id: int | None = None
+  attention_distance: int = 0  # above 0 the sample comes with attention_t of tokens so far apart
 
   @property
   def identity(self) -> tuple[int, int]:
@@ -36,7 +37,10 @@ class GenerationRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinishedSample:
-  """What was sampled; all arrays [T], one value per sampled token, the stop token included."""
+  """What was sampled; all arrays [T], one value per sampled token, the stop token included.
+
+  `attention_t` is of the weights in use when the sample ended, and absent where it was cancelled.
+  """
 
   request: GenerationRequest
   tokens: np.ndarray  # int32
@@ -46,6 +50,7 @@ class FinishedSample:
   finish_reason: FinishReason
   top_ids_t: np.ndarray | None = None  # int32 [T, sampling.top_log_probs], the likeliest tokens
   top_log_probs_t: np.ndarray | None = None  # float32 like it, of the model at temperature 1
+  attention_t: np.ndarray | None = None  # float32, got from tokens attention_distance or more later
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +127,10 @@ def check_request(request: GenerationRequest, model: ModelConfig, engine: Engine
   tokens, sampling = request.prompt_tokens, request.sampling
   _check_length(len(tokens), sampling.max_tokens, model, engine)
   _check_tokens(tokens, 'prompt_tokens', model)
+  if request.attention_distance < 0:
+    raise ValueError(
+      f'attention_distance must be at least 0 (0 is off), got {request.attention_distance}.'
+    )
   _check_sampling(sampling, engine)
   _check_controls(sampling, model, engine)
 

@@ -30,7 +30,7 @@ from rlax_stack.rollout.requests import (
   check_text,
 )
 from rlax_stack.rollout.rows import Row, row_of
-from rlax_stack.rollout.score_batches import score_texts
+from rlax_stack.rollout.score_batches import attention_in_text, score_texts, with_attention
 from rlax_stack.types import FinishReason
 
 SWAP_MODES = ('in_place', 'retract', 'drain')
@@ -230,7 +230,7 @@ class Scheduler:
     self._close(done)
     busy = self.stats.prefill_s + self.stats.insert_s + self.stats.decode_s - busy_before
     self.stats.host_s += time.perf_counter() - start - busy
-    return finished + done
+    return finished + [with_attention(self._engine, self._batch.params, each) for each in done]
 
   def _steps(self) -> int:
     watched = any(row.request.sampling.stop_strings for _, row in self._batch.rows)
@@ -272,12 +272,17 @@ class Scheduler:
       FleetError: there are no weights yet.
       PromptTooLongError, ValueError: see `check_text`.
     """
-    for tokens in sequences:
-      check_text(tokens, top, self._engine.config, self._sizes)
-    if self.version < 0:
-      raise FleetError('There are no weights yet. Call swap_params before score.')
-    version = self.version
-    return score_texts(self._engine, self._batch.params, sequences, top=top, version=version)
+    params, version = self._params_for(sequences, top), self.version
+    return score_texts(self._engine, params, sequences, top=top, version=version)
+
+  def attention_received(self, tokens: np.ndarray, distance: int = 1) -> np.ndarray:
+    """Attention that each token of a text (int32 [T]) gets from those `distance` or more after it, float32 [T].
+
+    Summed over those, averaged over layers and heads; when and with which errors as `score`.
+    """
+    if distance < 0:
+      raise ValueError(f'distance must be at least 0, got {distance}.')
+    return attention_in_text(self._engine, self._params_for([tokens]), tokens, distance)
 
   def cancel(self, group_id: int) -> list[FinishedSample]:
     """Ends a group's samples at once; what was sampled comes back with FinishReason.ABORT."""
@@ -303,6 +308,14 @@ class Scheduler:
         f'Sample {request.sample_index} of group {request.group_id} is in flight already. '
         'Give every sample its own (group_id, sample_index).'
       )
+
+  def _params_for(self, sequences: Sequence[np.ndarray], top: int = 0) -> Any:
+    """The weights in use, to run over texts that are checked here."""
+    for tokens in sequences:
+      check_text(tokens, top, self._engine.config, self._sizes)
+    if self.version < 0:
+      raise FleetError('There are no weights yet. Call swap_params before score.')
+    return self._batch.params
 
   def _enqueue(self, row: Row) -> None:
     self._identities.add(row.request.identity)

@@ -1,9 +1,10 @@
-"""Texts to batches of one padded length each, and what the engine says of them back to one result a text.
+"""Texts to batches of one padded length each, and what the engine says of them back to one result a text or sample.
 
 Not for when texts are scored (scheduler.py). A result does not depend on which texts share a batch, but for rounding.
 """
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 
 from rlax_stack.rollout.engine import Engine
 from rlax_stack.rollout.prompt_scoring import Scores, padded_length
-from rlax_stack.rollout.requests import PromptScore
+from rlax_stack.rollout.requests import FinishedSample, PromptScore
 from rlax_stack.rollout.serving import ServingParams
 
 
@@ -67,3 +68,23 @@ def _of_text(tokens: np.ndarray, row: int, scores: Scores, top: int, version: in
     top_log_probs_t=values,
     rank_t=np.array(scores.ranks[row, :count]),
   )
+
+
+def attention_in_text(
+  engine: Engine, params: ServingParams, tokens: np.ndarray, distance: int
+) -> np.ndarray:
+  """Attention that each token of a checked text, int32 [T], gets from `distance` or more after it, float32 [T]."""
+  length = padded_length(engine.engine_config, len(tokens))
+  padded, lengths = np.zeros((1, length), np.int32), np.array([len(tokens)], np.int32)
+  padded[0, : len(tokens)] = tokens
+  return np.array(engine.attention_received(params, padded, lengths, distance)[0, : len(tokens)])
+
+
+def with_attention(engine: Engine, params: ServingParams, sample: FinishedSample) -> FinishedSample:
+  """The sample with its attention_t where its request asks for it."""
+  request = sample.request
+  if not request.attention_distance:
+    return sample
+  tokens = np.concatenate([np.asarray(request.prompt_tokens, np.int32), sample.tokens])
+  found = attention_in_text(engine, params, tokens, request.attention_distance)
+  return dataclasses.replace(sample, attention_t=found[len(request.prompt_tokens) :])

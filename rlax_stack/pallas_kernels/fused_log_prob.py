@@ -38,6 +38,7 @@ class TopLogProbs(NamedTuple):
 
   log_prob: jax.Array  # float32 [N, k]
   token: jax.Array  # int32 [N, k]
+  rank: jax.Array  # int32 [N], of the target: 1 and the number of tokens with a larger log-prob
 
 
 class _Spec(NamedTuple):
@@ -84,7 +85,8 @@ def fused_log_prob(
     mask: bool [N]; where False the outputs are 0 and no gradient flows, even if hidden is NaN. None: all True.
     temperature: > 0, one number or float32 [N]; divides the logits before the softmax. No gradient.
     soft_cap: of the logits before the temperature, as in Gemma 2; None for none.
-    top_k: so many of the likeliest tokens are given too, at the cost of another pass over the vocabulary.
+    top_k: so many of the likeliest tokens are given too, and the target's rank, at the cost of another pass over the
+      vocabulary.
     chunk_size: vocabulary entries per tile, at most; None chooses, with tiles of at most 64 MiB. A chunk takes
       its entries at a stride, so that a vocabulary split over devices stays split within each chunk. A
       vocabulary that does not divide is padded, at the cost of a copy of the head.
@@ -113,7 +115,7 @@ def fused_log_prob(
   rows = _Rows(hidden, targets, temperature)
   out = _score(spec, rows, head)
   if top_k:
-    held = jax.lax.stop_gradient((rows, head, out.lse))
+    held = jax.lax.stop_gradient((rows, head, out))
     out = out._replace(top=_top(spec, top_k, *held))
   if mask is not None:
     out = jax.tree.map(lambda x: jnp.where(mask if x.ndim == 1 else mask[:, None], x, 0), out)
@@ -233,22 +235,31 @@ def _state(spec, rows, head):
   return lax.fori_loop(0, spec.steps, visit, start)
 
 
-def _top(spec, top_k, rows, head, lse):
+def _top(spec, top_k, rows, head, out):
   """The `top_k` likeliest tokens: the best of those so far and of the next chunk, chunk by chunk."""
   blocks = _strided(head, spec.steps, rows.hidden.dtype)
 
   def visit(step, best):
     tile = _tile(spec, step, rows, blocks, head.shape[0])
-    values = jnp.concatenate([best[0], tile.logits], axis=1)
-    tokens = jnp.broadcast_to(tile.entries[None], tile.logits.shape)
-    tokens = jnp.concatenate([best[1], tokens], axis=1)
+    log_probs = tile.logits - out.lse[:, None]
+    values = jnp.concatenate([best.log_prob, log_probs], axis=1)
+    tokens = jnp.broadcast_to(tile.entries[None], log_probs.shape)
+    tokens = jnp.concatenate([best.token, tokens], axis=1)
     values, places = lax.top_k(values, top_k)
-    return values, jnp.take_along_axis(tokens, places, axis=1)
+    ahead = (log_probs > out.log_prob[:, None]) & ~tile.hit
+    return TopLogProbs(
+      values,
+      jnp.take_along_axis(tokens, places, axis=1),
+      best.rank + ahead.sum(-1, dtype=jnp.int32),
+    )
 
-  shape = (rows.hidden.shape[0], top_k)
-  start = (jnp.full(shape, _ABSENT, jnp.float32), jnp.zeros(shape, jnp.int32))
-  values, tokens = lax.fori_loop(0, spec.steps, visit, start)
-  return TopLogProbs(values - lse[:, None], tokens)
+  count = rows.hidden.shape[0]
+  start = TopLogProbs(
+    jnp.full((count, top_k), _ABSENT, jnp.float32),
+    jnp.zeros((count, top_k), jnp.int32),
+    jnp.ones((count,), jnp.int32),
+  )
+  return lax.fori_loop(0, spec.steps, visit, start)
 
 
 def _score_fwd(spec, rows, head):

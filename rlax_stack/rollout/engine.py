@@ -17,8 +17,8 @@ from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.pallas_kernels.decode_work import WorkList
 from rlax_stack.pallas_kernels.shared_prefix_decode import plan_decode, shared_prefix_decode
+from rlax_stack.rollout import attention_scores, prompt_scoring, quantise, serving, speculation
 from rlax_stack.rollout import prefill as prefill_lib
-from rlax_stack.rollout import quantise, serving, speculation
 from rlax_stack.rollout.engine_state import (
   DecodeState,
   EngineConfig,
@@ -176,6 +176,10 @@ class Engine:
     self.engine_config = engine_config
     self._device = jax.local_devices()[0]
     self._prefill = jax.jit(functools.partial(prefill_lib.prefill, config, engine_config))
+    scores = functools.partial(prompt_scoring.score, config, engine_config)
+    self._score = jax.jit(scores, static_argnames='tops')
+    received = functools.partial(attention_scores.attention_received, config, engine_config)
+    self._attention_received = jax.jit(received)
     self._store = jax.jit(functools.partial(_store_prefix, engine_config), donate_argnums=1)
     self._prefill_more = jax.jit(functools.partial(prefill_lib.prefill_more, config, engine_config))
     self._start = jax.jit(functools.partial(start_rows, engine_config), donate_argnums=1)
@@ -240,6 +244,30 @@ class Engine:
     """
     tables = (decode_state.prefix_k, decode_state.prefix_v)
     return self._prefill_more(params, *tables, padded_tokens, true_length, pages, context)
+
+  def score(
+    self,
+    params: ServingParams,
+    padded_tokens: np.ndarray,
+    true_length: np.ndarray,
+    *,
+    tops: bool = False,
+  ) -> prompt_scoring.Scores:
+    """Log-probs of every token of whole texts; compiled once per (B, P), with and without `tops`.
+
+    Args:
+      params: of the model.
+      padded_tokens: int32 [B, P], padded at the end.
+      true_length: int32 [B].
+      tops: whether the max_top_log_probs likeliest tokens and ranks come back too.
+    """
+    return self._score(params, padded_tokens, true_length, tops=tops)
+
+  def attention_received(
+    self, params: ServingParams, padded_tokens: np.ndarray, true_length: np.ndarray, distance: int
+  ) -> jax.Array:
+    """Attention that tokens get from those `distance` or more after them, float32 [B, P]; see attention_scores.py."""
+    return self._attention_received(params, padded_tokens, true_length, np.int32(distance))
 
   def insert(
     self, prefix: Prefix, decode_state: DecodeState, pages: np.ndarray, entries: np.ndarray

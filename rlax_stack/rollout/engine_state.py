@@ -121,9 +121,14 @@ class EngineConfig:
     return -(-self.max_prompt_tokens // self.page_size)
 
   @property
+  def max_text_tokens(self) -> int:
+    """Tokens of the longest text that can be scored: a prompt and a sample."""
+    return self.max_prompt_tokens + self.max_new_tokens
+
+  @property
   def max_prefix_tokens(self) -> int:
     """Tokens of the longest prefix: a prompt and all of a sample but its last token, computed anew."""
-    return self.max_prompt_tokens + self.max_new_tokens - 1
+    return self.max_text_tokens - 1
 
   @property
   def pages_per_prefix(self) -> int:

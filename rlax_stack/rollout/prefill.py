@@ -6,6 +6,7 @@ A long prefix comes in pieces of a fixed length: what a piece becomes does not d
 it was asked for, so reuse of stored ones changes no bit.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -22,16 +23,18 @@ _NEGATIVE = -1e30
 _LEAST_ROWS = 4
 
 
-def causal_attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None
-) -> jax.Array:
-  """Causal attention of q [B, T, H, Dh] over k, v [B, T, K, Dh] -> [B, T, H, Dh]; softmax in float32."""
+def attention_blocks(
+  q: jax.Array, k: jax.Array, *, window: int | None = None
+) -> Iterator[tuple[int, int, jax.Array]]:
+  """Causal softmax weights of q [B, T, H, Dh] over k [B, T, K, Dh], block after block of queries.
+
+  Yields: (start, end, float32 [B, K, H / K, end - start, end]), of queries from start to end over the keys before end.
+  """
   batch, length, heads, dim = q.shape
   kv = k.shape[2]
   scaled = (q.astype(jnp.float32) * dim**-0.5).astype(q.dtype)
   grouped = scaled.reshape(batch, length, kv, heads // kv, dim).transpose(0, 2, 3, 1, 4)
-  keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-  outputs = []
+  keys = k.transpose(0, 2, 1, 3)
   for start in range(0, length, _QUERY_BLOCK):
     end = min(start + _QUERY_BLOCK, length)
     scores = jnp.einsum(
@@ -42,17 +45,25 @@ def causal_attention(
     )
     ages = jnp.arange(start, end)[:, None] - jnp.arange(end)[None, :]
     seen = ages >= 0 if window is None else (ages >= 0) & (ages < window)
-    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, _NEGATIVE), axis=-1)
-    outputs.append(
-      jnp.einsum(
-        'bkrts,bksd->bkrtd',
-        weights.astype(v.dtype),
-        values[:, :, :end],
-        preferred_element_type=jnp.float32,
-      ).astype(q.dtype)
-    )
+    yield start, end, jax.nn.softmax(jnp.where(seen[None, None, None], scores, _NEGATIVE), axis=-1)
+
+
+def causal_attention(
+  q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None
+) -> jax.Array:
+  """Causal attention of q [B, T, H, Dh] over k, v [B, T, K, Dh] -> [B, T, H, Dh]; softmax in float32."""
+  values = v.transpose(0, 2, 1, 3)
+  outputs = [
+    jnp.einsum(
+      'bkrts,bksd->bkrtd',
+      weights.astype(v.dtype),
+      values[:, :, :end],
+      preferred_element_type=jnp.float32,
+    ).astype(q.dtype)
+    for _, end, weights in attention_blocks(q, k, window=window)
+  ]
   joined = jnp.concatenate(outputs, axis=3)
-  return joined.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+  return joined.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
 def prefill(

@@ -27,6 +27,7 @@ class GenerationRequest:
     None  # int32 [D], what the sample may turn out to be; changes no token
   )
   rng_group_id: int | None = None
+  attention_distance: int = 0  # above 0 the sample comes with attention_t of tokens so far apart
 
   @property
   def identity(self) -> tuple[int, int]:
@@ -36,7 +37,10 @@ class GenerationRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinishedSample:
-  """What was sampled; all arrays [T], one value per sampled token, the stop token included."""
+  """What was sampled; all arrays [T], one value per sampled token, the stop token included.
+
+  `attention_t` is of the weights in use when the sample ended, and absent where it was cancelled.
+  """
 
   request: GenerationRequest
   tokens: np.ndarray  # int32
@@ -46,6 +50,7 @@ class FinishedSample:
   finish_reason: FinishReason
   top_ids_t: np.ndarray | None = None  # int32 [T, sampling.top_log_probs], the likeliest tokens
   top_log_probs_t: np.ndarray | None = None  # float32 like it, of the model at temperature 1
+  attention_t: np.ndarray | None = None  # float32, got from tokens attention_distance or more later
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,51 @@ class PartialSample:
   kv_version: int = -1  # weights that made the KV, -1 where several did
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptScore:
+  """A text and the model's log-probs of its tokens, each given those before it, at temperature 1.
+
+  Nothing comes before the first token: its log-probs are NaN, its top ids -1 and its rank 0.
+  """
+
+  tokens: np.ndarray  # int32 [T]
+  log_probs_t: np.ndarray  # float32 [T]
+  version: int  # of the weights
+  top_ids_t: np.ndarray | None = None  # int32 [T, min(top, V)], the likeliest, where asked for
+  top_log_probs_t: np.ndarray | None = None  # float32 like it
+  rank_t: np.ndarray | None = None  # int32 [T], 1 and the number of likelier tokens, with top_ids_t
+
+
+def check_text(tokens: np.ndarray, top: int, model: ModelConfig, engine: EngineConfig) -> None:
+  """Raises where a text cannot be scored with its `top` likeliest tokens.
+
+  Raises:
+    PromptTooLongError: it does not fit.
+    ValueError: it is empty or of another vocabulary, or `top` is out of its range.
+  """
+  longest = min(engine.max_text_tokens, model.max_context)
+  if len(tokens) > longest:
+    raise PromptTooLongError(
+      f'A text has {len(tokens)} tokens, but at most {longest} can be scored: a prompt and a sample within the context '
+      f'of {model.max_context}. Shorten the text or raise config.rollout.max_prompt_tokens.'
+    )
+  _check_tokens(tokens, 'tokens', model)
+  if not 0 <= top <= engine.max_top_log_probs:
+    raise ValueError(
+      f'top must be in [0, {engine.max_top_log_probs}], got {top}. Raise EngineConfig.max_top_log_probs.'
+    )
+
+
+def _check_tokens(tokens: np.ndarray, name: str, model: ModelConfig) -> None:
+  if tokens.ndim != 1 or tokens.size == 0:
+    raise ValueError(f'{name} must be [P] with P >= 1, got shape {tokens.shape}.')
+  if tokens.min() < 0 or tokens.max() >= model.vocab_size:
+    raise ValueError(
+      f'{name} must be in [0, {model.vocab_size}), got {tokens.min()}..{tokens.max()}. '
+      'Use the tokenizer of this model.'
+    )
+
+
 def check_request(request: GenerationRequest, model: ModelConfig, engine: EngineConfig) -> None:
   """Raises where a request cannot be served.
 
@@ -76,12 +126,10 @@ def check_request(request: GenerationRequest, model: ModelConfig, engine: Engine
   """
   tokens, sampling = request.prompt_tokens, request.sampling
   _check_length(len(tokens), sampling.max_tokens, model, engine)
-  if tokens.ndim != 1 or tokens.size == 0:
-    raise ValueError(f'prompt_tokens must be [P] with P >= 1, got shape {tokens.shape}.')
-  if tokens.min() < 0 or tokens.max() >= model.vocab_size:
+  _check_tokens(tokens, 'prompt_tokens', model)
+  if request.attention_distance < 0:
     raise ValueError(
-      f'prompt_tokens must be in [0, {model.vocab_size}), got {tokens.min()}..{tokens.max()}. '
-      'Use the tokenizer of this model.'
+      f'attention_distance must be at least 0 (0 is off), got {request.attention_distance}.'
     )
   _check_sampling(sampling, engine)
   _check_controls(sampling, model, engine)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from rlax_stack.errors import FleetError
 from rlax_stack.rollout.decode_batch import DecodeBatch, SchedulerStats
@@ -23,10 +24,13 @@ from rlax_stack.rollout.requests import (
   FinishedSample,
   GenerationRequest,
   PartialSample,
+  PromptScore,
   check_partial,
   check_request,
+  check_text,
 )
 from rlax_stack.rollout.rows import Row, row_of
+from rlax_stack.rollout.score_batches import attention_in_text, score_texts, with_attention
 from rlax_stack.types import FinishReason
 
 SWAP_MODES = ('in_place', 'retract', 'drain')
@@ -226,7 +230,7 @@ class Scheduler:
     self._close(done)
     busy = self.stats.prefill_s + self.stats.insert_s + self.stats.decode_s - busy_before
     self.stats.host_s += time.perf_counter() - start - busy
-    return finished + done
+    return finished + [with_attention(self._engine, self._batch.params, each) for each in done]
 
   def _steps(self) -> int:
     watched = any(row.request.sampling.stop_strings for _, row in self._batch.rows)
@@ -254,6 +258,32 @@ class Scheduler:
     self._outbox += others
     return [done[request.identity] for request in requests]
 
+  def score(self, sequences: Sequence[np.ndarray], top: int = 0) -> list[PromptScore]:
+    """Log-probs of the tokens of texts (int32 [T] each) under the weights in use, in order.
+
+    Between two steps, at once and in a pause too; samples in flight are not touched. The first text of a padded length
+    waits for its program to compile.
+
+    Args:
+      sequences: whole texts, at most max_prompt_tokens + max_new_tokens each.
+      top: likeliest tokens per position; above 0 the ranks of the text's own tokens come too.
+
+    Raises:
+      FleetError: there are no weights yet.
+      PromptTooLongError, ValueError: see `check_text`.
+    """
+    params, version = self._params_for(sequences, top), self.version
+    return score_texts(self._engine, params, sequences, top=top, version=version)
+
+  def attention_received(self, tokens: np.ndarray, distance: int = 1) -> np.ndarray:
+    """Attention that each token of a text (int32 [T]) gets from those `distance` or more after it, float32 [T].
+
+    Summed over those, averaged over layers and heads; when and with which errors as `score`.
+    """
+    if distance < 0:
+      raise ValueError(f'distance must be at least 0, got {distance}.')
+    return attention_in_text(self._engine, self._params_for([tokens]), tokens, distance)
+
   def cancel(self, group_id: int) -> list[FinishedSample]:
     """Ends a group's samples at once; what was sampled comes back with FinishReason.ABORT."""
     return self._abort(lambda request: request.group_id == group_id)
@@ -278,6 +308,14 @@ class Scheduler:
         f'Sample {request.sample_index} of group {request.group_id} is in flight already. '
         'Give every sample its own (group_id, sample_index).'
       )
+
+  def _params_for(self, sequences: Sequence[np.ndarray], top: int = 0) -> Any:
+    """The weights in use, to run over texts that are checked here."""
+    for tokens in sequences:
+      check_text(tokens, top, self._engine.config, self._sizes)
+    if self.version < 0:
+      raise FleetError('There are no weights yet. Call swap_params before score.')
+    return self._batch.params
 
   def _enqueue(self, row: Row) -> None:
     self._identities.add(row.request.identity)

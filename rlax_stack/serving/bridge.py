@@ -2,11 +2,13 @@
 
 Calls come in from asyncio tasks and are bounded at admission: more samples than the slots and `max_waiting` hold are
 refused at once, so memory does not grow with the load. A call that is given up (client gone, deadline passed) is
-cancelled and its slots are free after the decode chunk that is running.
+cancelled and its slots are free after the decode chunk that is running. Prompts are scored between two chunks, not more
+of them at once than are prefilled.
 
-Invariant: a sample counts as in flight from its admission until it has left the scheduler.
+Invariant: a sample counts as in flight from its admission until it has left the scheduler, a prompt until it is scored.
 """
 
+import collections
 import functools
 import itertools
 import secrets
@@ -26,10 +28,11 @@ from rlax_stack.rollout.requests import (
   GenerationRequest,
   PartialSample,
   check_request,
+  check_text,
 )
 from rlax_stack.rollout.scheduler import Scheduler
 from rlax_stack.serving.ticket import Ticket, Update
-from rlax_stack.types import SamplingParams
+from rlax_stack.types import FinishReason, SamplingParams
 
 
 class OverloadedError(FleetError):
@@ -46,6 +49,14 @@ class EngineView(NamedTuple):
   version: int  # of the weights
   running: int  # slots in use after the last step
   waiting: int  # samples admitted that had no slot then
+
+
+class _Unscored(NamedTuple):
+  """Prompts of a call that wait to be scored."""
+
+  ticket: Ticket
+  prompts: collections.deque[np.ndarray]
+  top: int  # likeliest tokens per position
 
 
 class EngineObserver(Protocol):
@@ -82,6 +93,7 @@ class EngineBridge:
     self._limit = sizes.slots + max_waiting
     self._group_ids = itertools.count()
     self._running: dict[tuple[int, int], tuple[Ticket, int]] = {}  # the engine's thread only
+    self._unscored: collections.deque[_Unscored] = collections.deque()  # so is this
     self._wake = threading.Condition()  # guards what follows
     self._inbox: list[Callable[[], None]] = []
     self._open: set[Ticket] = set()  # admitted, neither finished nor cancelled
@@ -105,7 +117,7 @@ class EngineBridge:
 
   @property
   def in_flight(self) -> int:
-    """Samples admitted that have not left the scheduler."""
+    """Samples admitted that have not left the scheduler, and prompts that are not scored yet."""
     return self._in_flight
 
   @property
@@ -122,13 +134,16 @@ class EngineBridge:
     count: int = 1,
     timeout_s: float,
     streaming: bool = False,
+    prompt_top: int | None = None,
   ) -> Ticket:
     """Admits `count` samples of each prompt (int32 [P]); sample j of prompt i is i * count + j of the ticket.
 
-    Its random numbers follow from (sampling.seed, i, j) alone. Whoever submits calls `cancel` in the end.
+    Its random numbers follow from (sampling.seed, i, j) alone. With sampling.max_tokens of 0 all samples are empty and
+    have ended. With `prompt_top` the prompts are scored, with so many of the likeliest tokens. Whoever submits calls
+    `cancel` in the end.
 
     Raises:
-      PromptTooLongError, ValueError: see `check_request`, or more samples than are ever admitted.
+      PromptTooLongError, ValueError: see `check_request` and `check_text`, or more than is ever admitted.
       OverloadedError: no room now.
       FleetError: the engine's thread is dead.
     """
@@ -144,9 +159,17 @@ class EngineBridge:
       for index in range(count)
     ]
     for request in requests[::count]:
-      check_request(request, self.model, self.sizes)
-    ticket = Ticket(requests, deadline_s=time.monotonic() + timeout_s, streaming=streaming)
-    self._admit(ticket)
+      if sampling.max_tokens:
+        check_request(request, self.model, self.sizes)
+      check_text(request.prompt_tokens, prompt_top or 0, self.model, self.sizes)
+    scored = [] if prompt_top is None else prompts
+    ticket = Ticket(
+      requests,
+      deadline_s=time.monotonic() + timeout_s,
+      streaming=streaming,
+      num_scores=len(scored),
+    )
+    self._admit(ticket, _Unscored(ticket, collections.deque(scored), prompt_top or 0))
     return ticket
 
   def cancel(self, ticket: Ticket) -> None:
@@ -160,11 +183,12 @@ class EngineBridge:
 
   # Callers' threads.
 
-  def _admit(self, ticket: Ticket) -> None:
-    wanted = len(ticket.requests)
+  def _admit(self, ticket: Ticket, unscored: _Unscored) -> None:
+    wanted = _num_sampled(ticket) + ticket.num_scores
     if wanted > self._limit:
+      what = 'samples and scored prompts' if ticket.num_scores else 'samples'
       raise ValueError(
-        f'{wanted} samples in one request, but at most {self._limit} are ever admitted. '
+        f'{wanted} {what} in one request, but at most {self._limit} are ever admitted. '
         'Ask for fewer, or raise config.serve.max_waiting.'
       )
     with self._wake:
@@ -178,7 +202,7 @@ class EngineBridge:
         )
       self._in_flight += wanted
       self._open.add(ticket)
-      self._inbox.append(functools.partial(self._accept, ticket))
+      self._inbox.append(functools.partial(self._accept, ticket, unscored))
       self._wake.notify()
 
   def _send(self, message: Callable[[], None]) -> None:
@@ -191,6 +215,8 @@ class EngineBridge:
   def _run(self) -> None:
     try:
       while self._take_messages():
+        if self._unscored:
+          self._score()
         if self._scheduler.has_work:
           self._step()
         self._look()
@@ -208,7 +234,9 @@ class EngineBridge:
   def _take_messages(self) -> bool:
     """Does what was asked for, waiting where there is nothing else to do; False when told to stop."""
     with self._wake:
-      self._wake.wait_for(lambda: self._inbox or self._stopping or self._scheduler.has_work)
+      self._wake.wait_for(
+        lambda: self._inbox or self._stopping or self._unscored or self._scheduler.has_work
+      )
       if self._stopping:
         return False
       inbox, self._inbox = self._inbox, []
@@ -216,7 +244,13 @@ class EngineBridge:
       message()
     return True
 
-  def _accept(self, ticket: Ticket) -> None:
+  def _accept(self, ticket: Ticket, unscored: _Unscored) -> None:
+    if unscored.prompts:
+      self._unscored.append(unscored)
+    if not _num_sampled(ticket):
+      ticket.put([_nothing(index) for index in range(len(ticket.requests))])
+      self._account([ticket] if ticket.done else [])
+      return
     for index, request in enumerate(ticket.requests):
       self._scheduler.submit(request)
       self._running[request.identity] = (ticket, index)
@@ -225,9 +259,27 @@ class EngineBridge:
     ended = [sample for group in ticket.groups for sample in self._scheduler.cancel(group)]
     for sample in ended:
       self._running.pop(sample.request.identity, None)
+    dropped = sum(len(item.prompts) for item in self._unscored if item.ticket is ticket)
+    self._unscored = collections.deque(i for i in self._unscored if i.ticket is not ticket)
     with self._wake:
-      self._in_flight -= len(ended)
+      self._in_flight -= len(ended) + dropped
       self._open.discard(ticket)
+
+  def _score(self) -> None:
+    """Scores prompts of the call that waits longest: one, and more within the budget of prefilled tokens."""
+    ticket, prompts, top = self._unscored[0]
+    chosen = [prompts.popleft()]
+    while prompts and sum(map(len, chosen)) + len(prompts[0]) <= self.sizes.prefill_budget:
+      chosen.append(prompts.popleft())
+    if not prompts:
+      self._unscored.popleft()
+    if ticket.times.admitted_s is None:
+      ticket.times.admitted_s = time.monotonic()
+    scores = self._scheduler.score(chosen, top)
+    with self._wake:
+      self._in_flight -= len(chosen)
+    ticket.put_scores(scores)
+    self._account([ticket] if ticket.done else [])
 
   def _step(self) -> None:
     stats = self._scheduler.stats
@@ -264,6 +316,17 @@ class EngineBridge:
       for ticket in ended:
         took_s = now - (ticket.times.admitted_s or now)
         self._sample_s += (took_s - self._sample_s) * (0.1 if self._sample_s else 1.0)
+
+
+def _num_sampled(ticket: Ticket) -> int:
+  """Samples of a call that need a slot."""
+  return sum(request.sampling.max_tokens > 0 for request in ticket.requests)
+
+
+def _nothing(index: int) -> Update:
+  """A sample of no token."""
+  tokens, values = np.zeros(0, np.int32), np.zeros(0, np.float32)
+  return Update(index, tokens, values, values, tokens, FinishReason.LENGTH)
 
 
 def _so_far(index: int, partial: PartialSample) -> Update:

@@ -19,9 +19,10 @@ from rlax_stack.config import ServeSection
 from rlax_stack.errors import ConfigError
 from rlax_stack.models.tokenizer import Tokenizer
 from rlax_stack.serving import jetstream_messages as messages
+from rlax_stack.serving.api_error import api_error
 from rlax_stack.serving.bridge import EngineBridge, fresh_seed
 from rlax_stack.serving.metrics import ServingMetrics
-from rlax_stack.serving.openai_requests import Served, api_error
+from rlax_stack.serving.openai_requests import Served
 from rlax_stack.serving.openai_responses import visible_text
 from rlax_stack.serving.ticket import Update
 

@@ -25,16 +25,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from rlax_stack.errors import FleetError, PromptTooLongError
+from rlax_stack.serving.api_error import ApiError, api_error
 from rlax_stack.serving.bridge import EngineBridge, fresh_seed
 from rlax_stack.serving.metrics import ServingMetrics
-from rlax_stack.serving.openai_requests import (
-  ApiError,
-  ApiRequest,
-  Served,
-  api_error,
-  parse_json,
-  read_request,
-)
+from rlax_stack.serving.openai_requests import ApiRequest, Served, parse_json, read_request
 from rlax_stack.serving.openai_responses import DONE, Answer, encode_event, encode_json
 from rlax_stack.serving.ticket import DeadlineError, Ticket, Update
 
@@ -162,6 +156,7 @@ class HttpApi:
         count=wanted.count,
         timeout_s=wanted.timeout_s,
         streaming=wanted.stream,
+        prompt_top=wanted.prompt_top,
       )
     except PromptTooLongError:
       raise
@@ -174,7 +169,7 @@ class HttpApi:
       )
     try:
       samples = await _unless_gone(request.receive, ticket.results())
-      body = await asyncio.to_thread(lambda: encode_json(answer.whole(samples)))
+      body = await asyncio.to_thread(lambda: encode_json(answer.whole(samples, ticket.scores)))
     finally:
       self._bridge.cancel(ticket)
     self._finished(ticket, wanted, samples)

@@ -86,7 +86,7 @@ class ServingMetrics:
     self._input.observe(prompt_tokens)
     self._output.observe(sum(sampled))
     self._first_token.observe(first_s - times.arrived_s)
-    self._per_token.observe((end_s - admitted_s) / max(1, *sampled))
+    self._per_token.observe((end_s - admitted_s) / max([1, *sampled]))
     self._per_request.observe(end_s - times.arrived_s)
     self._success.inc()
 

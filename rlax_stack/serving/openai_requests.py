@@ -2,7 +2,8 @@
 
 A field that would change the samples and cannot be honoured is refused by its name; `_WITHOUT_EFFECT` lists the ones
 that say nothing about samples. Beside OpenAI's fields: prompts as token ids, `top_k`, `min_p`, `min_tokens`,
-`repetition_penalty`, `stop_token_ids` (in place of the tokenizer's own; empty: no token ends a sample) and `timeout_s`.
+`repetition_penalty`, `stop_token_ids` (in place of the tokenizer's own; empty: no token ends a sample), `timeout_s` and
+`prompt_logprobs`. With the latter, or with `echo`, max_tokens may be 0: nothing is sampled then.
 """
 
 import dataclasses
@@ -11,14 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from absl import logging
 
 from rlax_stack.config import nearest
-from rlax_stack.errors import FleetError, ModelFileError, PromptTooLongError
+from rlax_stack.errors import ModelFileError
 from rlax_stack.models.chat_template import Turn
 from rlax_stack.models.tokenizer import Tokenizer
-from rlax_stack.serving.bridge import OverloadedError
-from rlax_stack.serving.ticket import DeadlineError
+from rlax_stack.serving.api_error import ApiError
 from rlax_stack.types import SamplingParams
 
 _MAX_CHOICES = 4096  # n times prompts, before anything is allocated for them
@@ -32,7 +31,7 @@ _WITHOUT_EFFECT = {
 _NOT_SUPPORTED = {
   'audio': (None,),
   'best_of': (None, 1),
-  'echo': (None, False),
+  'echo': (None, False),  # of chats; completions have it
   'function_call': (None, 'none'),
   'functions': (None, []),
   'modalities': (None, ['text']),
@@ -43,44 +42,10 @@ _NOT_SUPPORTED = {
 _COMMON = {
   'max_tokens', 'min_p', 'model', 'n', 'seed', 'stop', 'stop_token_ids', 'stream', 'stream_options', 'temperature',
   'timeout_s', 'top_k', 'top_p', 'logprobs', 'frequency_penalty', 'presence_penalty', 'repetition_penalty',
-  'logit_bias', 'min_tokens',
+  'logit_bias', 'min_tokens', 'prompt_logprobs',
 }  # fmt: skip
 _OF_CHAT = {'top_logprobs', 'max_completion_tokens', 'messages', 'tool_choice', 'tools'}
-_OF_COMPLETION = {'prompt'}
-
-
-class ApiError(Exception):
-  """What a client is told: HTTP status and the fields of OpenAI's error object."""
-
-  def __init__(self, status: int, message: str, *, param: str | None = None, code: str = 'invalid'):
-    super().__init__(message)
-    self.status, self.message, self.param, self.code = status, message, param, code
-    self.retry_after_s: int | None = None
-
-  def body(self) -> dict[str, Any]:
-    """The JSON object of the answer."""
-    kind = 'invalid_request_error' if self.status < 500 and self.status != 429 else 'server_error'
-    kind = 'rate_limit_error' if self.status == 429 else kind
-    error = {'message': self.message, 'type': kind, 'param': self.param, 'code': self.code}
-    return {'error': error}
-
-
-def api_error(error: Exception) -> ApiError:
-  """What a client is told of an error; one that nobody expected is logged and told as 500."""
-  if isinstance(error, ApiError):
-    return error
-  if isinstance(error, OverloadedError):
-    found = ApiError(429, str(error), code='overloaded')
-    found.retry_after_s = error.retry_after_s
-    return found
-  if isinstance(error, DeadlineError | TimeoutError):
-    return ApiError(504, str(error) or 'it took too long.', code='deadline_exceeded')
-  if isinstance(error, PromptTooLongError):
-    return ApiError(400, str(error), param='prompt', code='context_length_exceeded')
-  if isinstance(error, FleetError):
-    return ApiError(503, str(error), code='engine_stopped')
-  logging.error('A request failed.', exc_info=error)
-  return ApiError(500, 'the server failed on this request; its log says why.', code='internal')
+_OF_COMPLETION = {'prompt', 'echo'}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +65,11 @@ class Served:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ApiRequest:
-  """A checked request. `prompts` are int32 [P] each; `sampling.seed` is None where the request names none."""
+  """A checked request. `prompts` are int32 [P] each; `sampling.seed` is None where the request names none.
+
+  echo: whether prompts are part of the answer. prompt_log_probs: likeliest tokens per prompt token in a list of their
+  own; None for no list. Nothing is sampled where `sampling.max_tokens` is 0.
+  """
 
   chat: bool
   prompts: tuple[np.ndarray, ...]
@@ -109,7 +78,20 @@ class ApiRequest:
   stream: bool
   include_usage: bool
   log_probs: bool
+  echo: bool
+  prompt_log_probs: int | None
   timeout_s: float
+
+  @property
+  def prompt_top(self) -> int | None:
+    """Likeliest tokens per prompt token that the engine has to find; None where it need not score prompts."""
+    if self.prompt_log_probs is not None:
+      wanted = max(1, self.prompt_log_probs)  # ranks come with one
+    elif self.echo and self.log_probs:
+      wanted = 0
+    else:
+      return None
+    return max(wanted, self.sampling.top_log_probs) if self.echo else wanted
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
@@ -145,14 +127,21 @@ def read_request(body: Mapping[str, Any], served: Served, *, chat: bool) -> ApiR
   options = body.get('stream_options') or {}
   if not isinstance(options, dict) or set(options) - {'include_usage', 'include_obfuscation'}:
     raise _wrong('stream_options', f'stream_options may hold include_usage, got {options!r:.100}')
+  echo, stream = _flag(body, 'echo'), _flag(body, 'stream')
+  prompt_log_probs = _number(body, 'prompt_logprobs', None, kind=int, low=0, high=20)
+  if stream and (echo or prompt_log_probs is not None):
+    message = 'echo and prompt_logprobs do not go with stream. Leave stream out'
+    raise _wrong('stream', message, code='unsupported_parameter')
   return ApiRequest(
     chat=chat,
     prompts=prompts,
     sampling=_sampling(body, served, chat=chat, longest_prompt=max(map(len, prompts))),
     count=count,
-    stream=_flag(body, 'stream'),
+    stream=stream,
     include_usage=bool(options.get('include_usage')),
     log_probs=_log_probs(body, chat),
+    echo=echo,
+    prompt_log_probs=prompt_log_probs,
     timeout_s=_number(body, 'timeout_s', served.timeout_s, low=1e-3, high=served.timeout_s),
   )
 
@@ -160,12 +149,13 @@ def read_request(body: Mapping[str, Any], served: Served, *, chat: bool) -> ApiR
 def _check_names(body: Mapping[str, Any], chat: bool) -> None:
   known = _COMMON | (_OF_CHAT if chat else _OF_COMPLETION)
   for name, value in body.items():
-    if name in _NOT_SUPPORTED:
-      if value not in _NOT_SUPPORTED[name]:
-        raise _wrong(name, f'{name} is not supported. Leave it out', code='unsupported_parameter')
-    elif name not in known and name not in _WITHOUT_EFFECT:
+    if name in known or name in _WITHOUT_EFFECT:
+      continue
+    if name not in _NOT_SUPPORTED:
       close = nearest(name[:100], known)
       raise _wrong(name[:100], f'unknown field {name[:100]!r}.{close}', code='unknown_parameter')
+    if value not in _NOT_SUPPORTED[name]:
+      raise _wrong(name, f'{name} is not supported. Leave it out', code='unsupported_parameter')
 
 
 def _prompts(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
@@ -246,7 +236,6 @@ def _sampling(
 ) -> SamplingParams:
   defaults = served.defaults
   room = max(1, min(defaults.max_tokens, served.context - longest_prompt))
-  name = 'max_tokens' if body.get('max_completion_tokens') is None else 'max_completion_tokens'
   return SamplingParams(
     temperature=_number(body, 'temperature', defaults.temperature, low=0),
     top_k=_top_k(body, defaults.top_k),
@@ -260,11 +249,20 @@ def _sampling(
     logit_bias=_logit_bias(body),
     min_tokens=_number(body, 'min_tokens', defaults.min_tokens, kind=int, low=0, high=_LARGE),
     top_log_probs=_top_log_probs(body, chat),
-    max_tokens=_number(body, name, room, kind=int, low=1, high=defaults.max_tokens),
+    max_tokens=_max_tokens(body, room, defaults.max_tokens),
     stop_token_ids=_stop_token_ids(body, defaults.stop_token_ids),
     stop_strings=_stop_strings(body, defaults.stop_strings),
     seed=_seed(body),
   )
+
+
+def _max_tokens(body: Mapping[str, Any], default: int, most: int) -> int:
+  """Tokens to sample at most; 0 where the prompt itself is asked about."""
+  name = 'max_tokens' if body.get('max_completion_tokens') is None else 'max_completion_tokens'
+  least = 0 if body.get('echo') or body.get('prompt_logprobs') is not None else 1
+  if least and body.get(name) == 0:
+    raise _wrong(name, f'{name}=0 samples nothing and needs echo or prompt_logprobs')
+  return _number(body, name, default, kind=int, low=least, high=most)
 
 
 def _top_k(body: Mapping[str, Any], default: int) -> int:

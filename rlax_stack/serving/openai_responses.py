@@ -3,7 +3,8 @@
 Beside OpenAI's fields every choice carries what a trajectory needs and text cannot hold: `token_ids` (a stop token and
 the tokens of a stop string included), `log_probs` (of the distribution that was sampled), `raw_log_probs` (of the model
 at temperature 1; OpenAI's `logprobs` show these), `versions` (of the weights, per token), `prompt_token_ids` and
-`raw_finish_reason`. The chunks of a stream carry them for their own tokens; put together they are those of the whole.
+`raw_finish_reason`; where the prompt is scored `prompt_version` too. All are of sampled tokens, whether the prompt is
+echoed or not. The chunks of a stream carry them for their own tokens; put together they are those of the whole.
 """
 
 import dataclasses
@@ -14,11 +15,18 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from rlax_stack.models.tokenizer import Tokenizer
+from rlax_stack.rollout.requests import PromptScore
 from rlax_stack.serving.openai_requests import ApiRequest
 from rlax_stack.serving.ticket import Update
+from rlax_stack.serving.token_log_probs import (
+  by_text,
+  echo_log_probs,
+  floats,
+  likeliest,
+  pieces,
+  prompt_log_probs,
+)
 from rlax_stack.types import FinishReason
 
 _REASONS = {
@@ -89,23 +97,27 @@ class Answer:
     }
     self._sent: dict[int, _Sent] = {}
 
-  def whole(self, samples: Sequence[Update]) -> dict[str, Any]:
-    """The answer without streaming; samples in order, all ended."""
-    choices = []
+  def whole(self, samples: Sequence[Update], scores: Sequence[PromptScore] = ()) -> dict[str, Any]:
+    """The answer without streaming; samples in order, all ended, and scores of the prompts where they are wanted."""
+    request, choices = self._request, []
     for sample in samples:
-      text = self._text(sample)
+      score = scores[sample.index // request.count] if scores else None
+      text = self._echo(sample) + self._text(sample)
       content = {'message': {'role': 'assistant', 'content': text}}
       choices.append(
         {
           'index': sample.index,
-          **(content if self._request.chat else {'text': text}),
-          'logprobs': self._log_probs(sample, _Sent()),
+          **(content if request.chat else {'text': text}),
+          'logprobs': self._whole_log_probs(sample, score),
           'finish_reason': self._finish_reason(sample),
           'prompt_token_ids': self._prompt(sample.index),
+          **({} if request.chat else self._prompt_log_probs(score)),
+          **({} if score is None else {'prompt_version': score.version}),
           **_trajectory(sample, 0),
         }
       )
-    return {**self._head, 'choices': choices, 'usage': self.usage(samples)}
+    of_prompt = self._prompt_log_probs(scores[0]) if request.chat and scores else {}
+    return {**self._head, 'choices': choices, **of_prompt, 'usage': self.usage(samples)}
 
   def chunks(self, updates: Sequence[Update]) -> Iterator[dict[str, Any]]:
     """What a stream sends for news of some samples; nothing for tokens whose text is not certain yet."""
@@ -157,6 +169,26 @@ class Answer:
   def _prompt(self, index: int) -> list[int]:
     return self._request.prompts[index // self._request.count].tolist()
 
+  def _echo(self, sample: Update) -> str:
+    """The prompt's text, special tokens too, where the request wants it."""
+    if not self._request.echo:
+      return ''
+    return self._tokenizer.decode(self._prompt(sample.index), skip_special_tokens=False)
+
+  def _prompt_log_probs(self, score: PromptScore | None) -> dict[str, Any]:
+    wanted = self._request.prompt_log_probs
+    if score is None or wanted is None:
+      return {}
+    return {'prompt_logprobs': prompt_log_probs(self._tokenizer, score, wanted)}
+
+  def _whole_log_probs(self, sample: Update, score: PromptScore | None) -> dict[str, Any] | None:
+    """OpenAI's `logprobs` of a whole choice, those of the prompt first where it is echoed."""
+    if not (self._request.echo and self._request.log_probs and score is not None):
+      return self._log_probs(sample, _Sent())
+    before = echo_log_probs(self._tokenizer, score, self._request.sampling.top_log_probs)
+    after = self._log_probs(sample, _Sent(offset=sum(map(len, before['tokens'])))) or {}
+    return {name: before[name] + part if part is not None else None for name, part in after.items()}
+
   def _text(self, sample: Update) -> str:
     text = self._tokenizer.decode(sample.tokens.tolist())
     stops = self._request.sampling.stop_strings
@@ -170,8 +202,8 @@ class Answer:
     if not self._request.log_probs:
       return None
     ids = sample.tokens[sent.tokens :].tolist()
-    tokens = [self._tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-    values = _floats(sample.raw_log_probs_t[sent.tokens :])
+    tokens = pieces(self._tokenizer, ids)
+    values = floats(sample.raw_log_probs_t[sent.tokens :])
     tops = self._likeliest(sample, sent.tokens)
     if self._request.chat:
       fields = zip(tokens, values, tops, strict=True)
@@ -185,7 +217,7 @@ class Answer:
     return {
       'tokens': tokens,
       'token_logprobs': values,
-      'top_logprobs': [dict(top) for top in tops] if self._request.sampling.top_log_probs else None,
+      'top_logprobs': list(map(by_text, tops)) if self._request.sampling.top_log_probs else None,
       'text_offset': offsets[:-1],
     }
 
@@ -194,15 +226,9 @@ class Answer:
     wanted = self._request.sampling.top_log_probs
     if not wanted or sample.top_ids_t is None or sample.top_log_probs_t is None:
       return [[] for _ in sample.tokens[start:]]
-    wanted = min(
-      wanted, int((sample.top_ids_t >= 0).sum(1).min(initial=wanted))
-    )  # a tiny vocabulary has no more
-    names = [
-      [self._tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-      for ids in sample.top_ids_t[start:, :wanted].tolist()
-    ]
-    values = sample.top_log_probs_t[start:, :wanted]
-    return [list(zip(*pair, strict=True)) for pair in zip(names, map(_floats, values), strict=True)]
+    return likeliest(
+      self._tokenizer, sample.top_ids_t[start:], sample.top_log_probs_t[start:], wanted
+    )
 
 
 def _chat_log_prob(token: str, value: float) -> dict[str, Any]:
@@ -214,12 +240,7 @@ def _trajectory(sample: Update, start: int) -> dict[str, Any]:
   return {
     'raw_finish_reason': None if reason is None else reason.value,
     'token_ids': sample.tokens[start:].tolist(),
-    'log_probs': _floats(sample.log_probs_t[start:]),
-    'raw_log_probs': _floats(sample.raw_log_probs_t[start:]),
+    'log_probs': floats(sample.log_probs_t[start:]),
+    'raw_log_probs': floats(sample.raw_log_probs_t[start:]),
     'versions': sample.version_t[start:].tolist(),
   }
-
-
-def _floats(values: np.ndarray) -> list[float]:
-  """float32 as float64, which JSON keeps exactly."""
-  return values.astype(np.float64).tolist()

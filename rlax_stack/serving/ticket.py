@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlax_stack.errors import RlaxError
-from rlax_stack.rollout.requests import GenerationRequest
+from rlax_stack.rollout.requests import GenerationRequest, PromptScore
 from rlax_stack.types import FinishReason
 
 
@@ -54,12 +54,19 @@ class Ticket:
     requests: its samples.
     deadline_s: on the monotonic clock.
     streaming: whether the reader wants samples before they end.
+    num_scores: prompts that are scored for it; `scores` holds those that are, in order.
   """
 
   def __init__(
-    self, requests: Sequence[GenerationRequest], *, deadline_s: float, streaming: bool = False
+    self,
+    requests: Sequence[GenerationRequest],
+    *,
+    deadline_s: float,
+    streaming: bool = False,
+    num_scores: int = 0,
   ):
-    self.requests = tuple(requests)
+    self.requests, self.num_scores = tuple(requests), num_scores
+    self.scores: list[PromptScore] = []
     self.groups = tuple(dict.fromkeys(request.group_id for request in requests))
     self.deadline_s, self.streaming = deadline_s, streaming
     self.times = CallTimes(time.monotonic())
@@ -72,8 +79,12 @@ class Ticket:
 
   @property
   def done(self) -> bool:
-    """Whether every sample has ended, or the call has failed."""
-    return not self._open or self._failure is not None
+    """Whether every sample has ended and every prompt is scored, or the call has failed."""
+    return self._complete or self._failure is not None
+
+  @property
+  def _complete(self) -> bool:
+    return not self._open and len(self.scores) == self.num_scores
 
   def put(self, updates: Sequence[Update]) -> None:
     """From the engine's thread: the newest state of some samples."""
@@ -83,10 +94,18 @@ class Ticket:
         self._fresh[update.index] = update
         if update.finish_reason is not None:
           self._open.discard(update.index)
-      if self.times.first_token_s is None:
+      if self.times.first_token_s is None and any(len(update.tokens) for update in updates):
         self.times.first_token_s = now
-      if not self._open:
+      if self._complete:
         self.times.finished_s = now
+    self._notify()
+
+  def put_scores(self, scores: Sequence[PromptScore]) -> None:
+    """From the engine's thread: the scores of its next prompts."""
+    with self._lock:
+      self.scores += scores
+      if self._complete:
+        self.times.finished_s = time.monotonic()
     self._notify()
 
   def fail(self, error: Exception) -> None:
@@ -105,7 +124,7 @@ class Ticket:
       self._changed.clear()
       with self._lock:
         fresh, self._fresh = self._fresh, {}
-        done = not self._open
+        done = self._complete
       if self._failure is not None:
         raise self._failure
       if fresh or done:
@@ -117,7 +136,7 @@ class Ticket:
         raise DeadlineError('the call was not finished by its deadline.') from None
 
   async def results(self) -> list[Update]:
-    """Every sample at its end, in order; errors as of `updates`."""
+    """Every sample at its end, in order, once prompts are scored too; errors as of `updates`."""
     last: dict[int, Update] = {}
     while updates := await self.updates():
       last.update((update.index, update) for update in updates)

@@ -13,6 +13,7 @@ from rlax_stack.types import Source
 _STRATEGIES = {
   'tree(roots=2, rounds=2)': 'tree_nodes',
   'tree(roots=2, by="spread", trains="roots")': 'vine',
+  'tree(roots=2, rounds=2, by="attention", distance=2)': 'tree_nodes',
   'prefix(guided=0.5, fractions=(0.5,), field="question")': 'start_std',
   'delethink(chunk=4, carry=2)': 'group_std',
 }

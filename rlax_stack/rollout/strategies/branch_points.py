@@ -1,8 +1,6 @@
-"""Where a sample may be left by a branch, and which of these places are chosen.
+"""Where a sample may be left by a branch, and which of these places are chosen."""
 
-Not for points by attention scores (AttnRL): the decode kernels keep none.
-"""
-
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,7 +16,7 @@ class Candidate(NamedTuple):
 
   sample: int  # its index
   depth: int  # tokens after the prompt that come before it
-  score: float  # of the token that was drawn there
+  score: float  # of the token that was drawn there, or of the step
 
 
 def candidates(
@@ -38,16 +36,22 @@ def candidates(
     index: of the sample.
     taken: int32 tokens after the prompt that it took over from others.
     at: 'token' takes every place, 'step' those where a step begins.
-    by: 'entropy' scores places by that, everything else by surprisal.
+    by: 'entropy' scores places by that, 'attention' by what the token, or the step on average, gets from later tokens,
+      everything else by surprisal.
     separator: what ends a step.
     decode: tokens -> text.
   """
-  surprisal = -np.asarray(sample.raw_log_probs_t, np.float64)
-  scores = entropies(sample) if by == 'entropy' else surprisal
+  if by == 'attention':
+    scores = _attention(sample)
+  else:
+    surprisal = -np.asarray(sample.raw_log_probs_t, np.float64)
+    scores = entropies(sample) if by == 'entropy' else surprisal
   places = range(1, len(sample.tokens))
   if at == 'step':
     starts = step_starts(np.concatenate([taken, sample.tokens]), separator, decode)
     places = [place for place in places if place + len(taken) in starts]
+    if by == 'attention':
+      scores = _step_means(scores, places)
   return [Candidate(index, len(taken) + place, float(scores[place])) for place in places]
 
 
@@ -59,7 +63,7 @@ def choose(
   Args:
     found: of one tree.
     count: how many are wanted.
-    by: 'surprisal' or 'entropy' take the highest scores, 'random' draws, 'spread' takes every n-th.
+    by: 'surprisal', 'entropy' or 'attention' take the highest scores, 'random' draws, 'spread' takes every n-th.
     seed: run seed and what tells this choice from others.
   """
   if by == 'random':
@@ -84,6 +88,20 @@ def entropies(sample: FinishedSample) -> np.ndarray:
   rest = np.clip(1 - probs.sum(-1), 1e-12, 1.0)
   known = np.where(probs > 0, probs * np.maximum(log_probs, -1e4), 0.0)
   return -known.sum(-1) - rest * np.log(rest)
+
+
+def _attention(sample: FinishedSample) -> np.ndarray:
+  if sample.attention_t is None:
+    raise ValueError('points by attention need attention_distance in the request, got 0.')
+  return np.asarray(sample.attention_t, np.float64)
+
+
+def _step_means(scores: np.ndarray, starts: Sequence[int]) -> np.ndarray:
+  """Scores [T] with the mean of each step, to the next start or the end, at the place where it starts."""
+  means = scores.copy()
+  for start, end in itertools.pairwise([*starts, len(scores)]):
+    means[start] = scores[start:end].mean()
+  return means
 
 
 def step_starts(

@@ -69,6 +69,7 @@ class Task:
     stage: int = 0,
     most: int | None = None,
     top_log_probs: int = 0,
+    attention_distance: int = 0,
   ) -> GenerationRequest:
     """A request for (a part of) sample `index`.
 
@@ -79,6 +80,7 @@ class Task:
       stage: each stage of a sample has randomness of its own; 0 for the first.
       most: tokens to sample at most, where that is less than what is left.
       top_log_probs: likeliest tokens per position.
+      attention_distance: above 0 the sample comes with the attention that its tokens get from those so much later.
     """
     sampling = self.samplings[index]
     left = sampling.max_tokens - used
@@ -95,6 +97,7 @@ class Task:
       sample_index=index + stage * len(self.samplings),
       prompt_tokens=tokens.astype(np.int32),
       sampling=sampling,
+      attention_distance=attention_distance,
     )
 
   def trajectory(

@@ -28,27 +28,31 @@ class Tree:
   samples are too short, branches at the prompt.
   Chosen by surprisal, −log p of the token that was drawn: "TreeRL", Hou et al. (https://arxiv.org/abs/2506.11902). By
   entropy: CURE (Li et al., https://arxiv.org/abs/2508.11016). Random steps: "Tree Search for LLM Agent Reinforcement
-  Learning", Ji et al. (https://arxiv.org/abs/2509.21240). Spread steps that are Monte-Carlo rollouts: "VinePPO",
+  Learning", Ji et al. (https://arxiv.org/abs/2509.21240). By the attention that later tokens pay, rⱼ = mean over layers
+  and heads of Σᵢ αᵢⱼ over i ≥ j + distance: the idea of "Attention as a Compass" (https://arxiv.org/abs/2509.26628);
+  here a step scores the mean of its tokens. Spread steps that are Monte-Carlo rollouts: "VinePPO",
   Kazemnejad et al. (https://arxiv.org/abs/2410.01679).
 
   Options:
     roots: trees of a group; divides group_size.
     rounds: times that each tree grows.
     at: 'token' anywhere, or 'step' where a step of the text begins.
-    by: 'surprisal' or 'entropy' (the highest), 'random', or 'spread' (evenly over the tree's candidates).
+    by: 'surprisal', 'entropy' or 'attention' (the highest), 'random', or 'spread' (evenly over the tree's candidates).
     per_point: branches that leave at one point.
     trains: 'leaves' every sample whole, so that a token shared by k samples counts k times; 'own' only what a sample
       drew itself; 'roots' no branch at all: they only tell what the states they left are worth.
     separator: what ends a step.
+    distance: by='attention' counts what tokens at least so much later pay.
   """
 
   roots: Annotated[int, Range(1)] = 2
   rounds: Annotated[int, Range(1)] = 1
   at: Literal['token', 'step'] = 'token'
-  by: Literal['surprisal', 'entropy', 'random', 'spread'] = 'surprisal'
+  by: Literal['surprisal', 'entropy', 'attention', 'random', 'spread'] = 'surprisal'
   per_point: Annotated[int, Range(1)] = 1
   trains: Literal['leaves', 'own', 'roots'] = 'leaves'
   separator: str = '\n\n'
+  distance: Annotated[int, Range(1)] = 4
 
   @property
   def for_evaluation(self) -> Independent:
@@ -106,7 +110,8 @@ class _TreePlan:
 
   def start(self) -> list[GenerationRequest]:
     """The roots."""
-    return [self._request(i) for i in (*self._task.extras, *range(self._strategy.roots))]
+    extras = [self._request(i) for i in self._task.extras]
+    return extras + [self._request(i, grows=True) for i in range(self._strategy.roots)]
 
   def take(self, sample: FinishedSample) -> tuple[list[GenerationRequest], list[Trajectory]]:
     """The sample's trajectory, and the branches of the next round once its tree is complete."""
@@ -121,9 +126,13 @@ class _TreePlan:
       return [], done
     tree = branch.root if branch else index
     self._spans[tree][index] = spans
-    self._candidates[tree][index] = self._found(sample, index, before)
+    self._candidates[tree][index] = self._found(sample, index, before) if self._grows(tree) else []
     self._pending[tree] -= 1
     return [] if self._pending[tree] else self._grow(tree), done
+
+  def _grows(self, tree: int) -> bool:
+    """Whether a round is still to begin."""
+    return self._rounds[tree] < self._strategy.rounds
 
   def _found(self, sample: FinishedSample, index: int, before: tuple[Span, ...]) -> list[Candidate]:
     """The points that a sample offers; one that was cancelled offers none."""
@@ -143,7 +152,7 @@ class _TreePlan:
   def _grow(self, tree: int) -> list[GenerationRequest]:
     """The branches of a tree's next round."""
     strategy, number = self._strategy, self._rounds[tree]
-    if number == strategy.rounds:
+    if not self._grows(tree):
       return []
     self._rounds[tree] += 1
     # Rounds of equal sizes, the first ones one larger where they do not divide.
@@ -170,11 +179,20 @@ class _TreePlan:
     taken = tuple(span for span in taken if len(span.tokens))
     length = len(self._task.prompt_tokens) + point.depth
     self._under_way[index] = _Branching(Branch(tree, point.sample, length), taken)
-    return self._request(index, taken, point.depth)
+    return self._request(index, taken, point.depth, grows=self._grows(tree))
 
-  def _request(self, index: int, taken: tuple[Span, ...] = (), used: int = 0) -> GenerationRequest:
-    tops = self._strategy.limits(1).top_log_probs
-    return self._task.request(index, after=_tokens(taken), used=used, top_log_probs=tops)
+  def _request(
+    self, index: int, taken: tuple[Span, ...] = (), used: int = 0, *, grows: bool = False
+  ) -> GenerationRequest:
+    """A request for sample `index`; `grows` says whether branches may leave it."""
+    strategy = self._strategy
+    return self._task.request(
+      index,
+      after=_tokens(taken),
+      used=used,
+      top_log_probs=strategy.limits(1).top_log_probs,
+      attention_distance=strategy.distance if grows and strategy.by == 'attention' else 0,
+    )
 
 
 def _tokens(spans: tuple[Span, ...]) -> np.ndarray:

@@ -117,6 +117,28 @@ def test_admission_is_bounded_and_cancelling_makes_room(parts, scheduler):
     assert b'jetstream_slots_used_percentage 0.0' in metrics.text()
 
 
+def test_prompts_of_a_cancelled_call_are_not_scored(parts, scheduler):
+  model, sizes, _ = parts
+  metrics = ServingMetrics(slots=sizes.slots, view=lambda: bridge.view)
+  bridge = EngineBridge(scheduler, model=model.config, sizes=sizes, max_waiting=2, observer=metrics)
+
+  async def ask():
+    nothing = dataclasses.replace(SAMPLING, max_tokens=0)
+    gone, kept = (
+      bridge.submit([PROMPT] * 3, nothing, timeout_s=30, prompt_top=0) for _ in range(2)
+    )
+    assert bridge.in_flight == 6
+    with pytest.raises(OverloadedError):
+      bridge.submit([PROMPT], SAMPLING, timeout_s=30)
+    bridge.cancel(gone)
+    bridge.start()  # it was not there when they were cancelled
+    assert [len(sample.tokens) for sample in await kept.results()] == [0] * 3
+    assert (len(kept.scores), len(gone.scores), bridge.in_flight) == (3, 0, 0)
+    await asyncio.to_thread(bridge.stop, 10)
+
+  asyncio.run(ask())
+
+
 def test_a_deadline_passes(parts, scheduler):
   async def ask(bridge):
     ticket = bridge.submit([PROMPT], dataclasses.replace(SAMPLING, max_tokens=8000), timeout_s=0.05)

@@ -94,7 +94,9 @@ def test_the_likeliest_tokens(chunk_size):
   np.testing.assert_array_equal(out.top.token[kept], order[kept])
   want = np.take_along_axis(log_p, order, 1)
   np.testing.assert_allclose(out.top.log_prob[kept], want[kept], atol=2e-6, rtol=1e-6)
-  assert not np.asarray(out.top.log_prob)[5].any()
+  assert not np.asarray(out.top.log_prob)[5].any() and out.top.rank[5] == 0
+  chosen = np.take_along_axis(log_p, np.asarray(targets)[:, None], 1)
+  np.testing.assert_array_equal(out.top.rank[kept], 1 + (log_p > chosen).sum(1)[kept])
   plain = _score(hidden, head, targets, mask=mask, temperature=0.7, chunk_size=chunk_size)
   np.testing.assert_array_equal(plain.log_prob, out.log_prob)
 

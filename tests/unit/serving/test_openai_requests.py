@@ -6,14 +6,9 @@ import tokenizers
 
 from rlax_stack.errors import FleetError, PromptTooLongError
 from rlax_stack.models.tokenizer import Tokenizer
+from rlax_stack.serving.api_error import ApiError, api_error
 from rlax_stack.serving.bridge import OverloadedError
-from rlax_stack.serving.openai_requests import (
-  ApiError,
-  Served,
-  api_error,
-  parse_json,
-  read_request,
-)
+from rlax_stack.serving.openai_requests import Served, parse_json, read_request
 from rlax_stack.serving.ticket import DeadlineError
 from rlax_stack.types import SamplingParams
 
@@ -100,6 +95,50 @@ def test_every_field_arrives():
 
 
 @pytest.mark.parametrize(
+  ('fields', 'echo', 'of_prompt', 'top', 'max_tokens'),
+  [
+    ({}, False, None, None, 20),
+    ({'logprobs': 3}, False, None, None, 20),
+    ({'echo': True, 'max_tokens': 0}, True, None, None, 0),
+    ({'echo': True, 'logprobs': 0, 'max_tokens': 0}, True, None, 0, 0),
+    ({'echo': True, 'logprobs': 3}, True, None, 3, 20),
+    ({'prompt_logprobs': 0, 'max_tokens': 0}, False, 0, 1, 0),
+    ({'prompt_logprobs': 2, 'logprobs': 4, 'echo': True}, True, 2, 4, 20),
+    ({'prompt_logprobs': 5, 'logprobs': 4}, False, 5, 5, 20),
+  ],
+)
+def test_what_is_asked_about_the_prompt(fields, echo, of_prompt, top, max_tokens):
+  request = read(**fields)
+  assert (request.echo, request.prompt_log_probs, request.prompt_top) == (echo, of_prompt, top)
+  assert request.sampling.max_tokens == max_tokens
+
+
+@pytest.mark.parametrize(
+  ('chat', 'fields', 'param', 'says'),
+  [
+    (False, {'max_tokens': 0}, 'max_tokens', 'needs echo or prompt_logprobs'),
+    (False, {'max_tokens': 0, 'logprobs': 1}, 'max_tokens', 'needs echo or prompt_logprobs'),
+    (True, {'max_completion_tokens': 0}, 'max_completion_tokens', 'max_completion_tokens=0 samples'),
+    (False, {'max_tokens': -1, 'echo': True}, 'max_tokens', 'from 0 to 20, got -1'),
+    (False, {'echo': 1}, 'echo', 'must be true or false'),
+    (False, {'echo': True, 'stream': True}, 'stream', 'do not go with stream'),
+    (True, {'prompt_logprobs': 0, 'stream': True}, 'stream', 'do not go with stream'),
+    (False, {'prompt_logprobs': -1}, 'prompt_logprobs', 'from 0 to 20, got -1'),
+    (False, {'prompt_logprobs': True}, 'prompt_logprobs', 'must be an integer'),
+    (True, {'echo': True}, 'echo', 'echo is not supported'),
+  ],
+)  # fmt: skip
+def test_questions_about_the_prompt_that_are_refused(chat, fields, param, says):
+  body = {'messages': [{'role': 'user', 'content': 'a'}]} if chat else {}
+  with pytest.raises(ApiError) as caught:
+    read(chat=chat, **body, **fields)
+  assert (caught.value.status, caught.value.param) == (400, param)
+  assert says in caught.value.message
+  if chat:
+    assert not read(chat=True, **body, echo=False).echo
+
+
+@pytest.mark.parametrize(
   ('prompt', 'want'),
   [
     ('a', ['a']),
@@ -150,7 +189,7 @@ def test_chats_go_through_the_template_with_tools_and_calls():
     ({'tools': 'f'}, 'tools', 'a list of objects'),
     ({'tool_choice': 'required'}, 'tool_choice', 'auto or none'),
     ({'logprobs': 1}, 'logprobs', 'true or false'),
-    ({'top_logprobs': 2}, 'top_logprobs', 'not supported'),
+    ({'top_logprobs': 2}, 'top_logprobs', 'needs logprobs'),
     ({'response_format': {'type': 'json_object'}}, 'response_format', 'not supported'),
     ({'prompt': 'a'}, 'prompt', 'unknown field'),
     ({'stream_options': {'x': 1}}, 'stream_options', 'include_usage'),

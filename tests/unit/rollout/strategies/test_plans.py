@@ -23,12 +23,13 @@ _PAGE = pathlib.Path(__file__).parents[4] / 'docs' / 'rollout.md'
 def test_strategies_are_named_with_their_options():
   assert make_strategy('independent') == Independent()
   assert make_strategy('tree(roots=4, by="random")') == Tree(roots=4, by='random')
+  assert make_strategy('tree(by="attention", distance=9)') == Tree(by='attention', distance=9)
   assert make_strategy('prefix(fractions=(0.25, 0.5))') == Prefix(fractions=(0.25, 0.5))
   assert make_strategy('delethink(chunk=32, carry=8)') == Delethink(chunk=32, carry=8)
   with pytest.raises(ConfigError, match="config.rollout.strategy names no box 'forest'"):
     make_strategy('forest')
   with pytest.raises(ConfigError, match="by of tree must be one of 'surprisal'"):
-    make_strategy('tree(by="attention")')
+    make_strategy('tree(by="height")')
   with pytest.raises(ConfigError, match='carry of delethink must be from 0'):
     make_strategy('delethink(carry=-1)')
 

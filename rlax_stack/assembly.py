@@ -25,6 +25,7 @@ from rlax_stack.objective_rules import resolve_objective
 from rlax_stack.pallas_kernels import dispatch
 from rlax_stack.pallas_kernels.self_test import check_kernels
 from rlax_stack.rewards.chain import RewardChain
+from rlax_stack.rollout.answer_store import AnswerStore
 from rlax_stack.rollout.engine import Engine
 from rlax_stack.rollout.engine_state import EngineConfig
 from rlax_stack.rollout.requests import changes_logits
@@ -220,6 +221,8 @@ def engine_sizes(config: RunConfig, *, serving: bool = False) -> EngineConfig:
     prefill_chunk=rollout.prefill_chunk,
     prefill_budget=rollout.prefill_budget,
     max_draft=rollout.max_draft,
+    draft_weights=rollout.draft_weights,
+    draft_rows=rollout.draft_rows,
     logit_controls=controls,
     max_logit_bias=300 if serving else 16,
     max_top_log_probs=20 if serving else limits.top_log_probs,
@@ -244,12 +247,14 @@ def make_scheduler(config: RunConfig, model: LoadedModel, *, serving: bool = Fal
 
 def make_worker(config: RunConfig, model: LoadedModel, chain: RewardChain) -> RolloutWorker:
   """The rollout worker of the embedded runtime."""
+  drafts = config.rollout.answer_drafts
   return RolloutWorker(
     make_scheduler(config, model),
     tokenizer=model.tokenizer,
     score=chain.score,
     sampling=train_sampling(config, model.tokenizer.stop_token_ids),
     strategy=make_strategy(config.rollout.strategy),
+    answers=None if drafts == 'none' else AnswerStore(coupled=drafts == 'coupled'),
   )
 
 

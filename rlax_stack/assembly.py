@@ -23,6 +23,7 @@ from rlax_stack.learner.scoring import ForwardSettings
 from rlax_stack.models.load import LoadedModel, load_model
 from rlax_stack.objective_rules import resolve_objective
 from rlax_stack.pallas_kernels import dispatch
+from rlax_stack.pallas_kernels.decode_work import rows_per_read
 from rlax_stack.pallas_kernels.self_test import check_kernels
 from rlax_stack.rewards.chain import RewardChain
 from rlax_stack.rollout.answer_store import AnswerStore
@@ -213,6 +214,9 @@ def engine_sizes(config: RunConfig, *, serving: bool = False) -> EngineConfig:
   """The static sizes of the rollout engine; `serving` makes room for all that requests of an endpoint may ask for."""
   rollout, limits = config.rollout, _limits(config)
   controls = changes_logits(train_sampling(config, ())) or (serving and not rollout.max_draft)
+  # What requests of an endpoint share is not known beforehand.
+  group, prompt = (8 if serving else rollout.group_size), rollout.max_prompt_tokens
+  sharing = rows_per_read(group, prompt, limits.request)
   sizes = EngineConfig(
     slots=rollout.slots,
     max_prompt_tokens=rollout.max_prompt_tokens + limits.prefix,
@@ -220,6 +224,7 @@ def engine_sizes(config: RunConfig, *, serving: bool = False) -> EngineConfig:
     chunk_steps=rollout.decode_chunk,
     prefill_chunk=rollout.prefill_chunk,
     prefill_budget=rollout.prefill_budget,
+    rows_per_block=sharing,
     max_draft=rollout.max_draft,
     draft_weights=rollout.draft_weights,
     draft_rows=rollout.draft_rows,

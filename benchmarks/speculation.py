@@ -1,9 +1,10 @@
-"""What proposals checked in idle slots save: an earlier epoch replayed under the same weights, and prompt lookup.
+"""What proposals checked in idle slots save: an earlier epoch replayed, prompt lookup, and an int8 copy of the weights.
 
   python -m benchmarks.speculation
 
 A few samples run in many slots, first one token at a time, then with their own earlier text as the draft (what SPEC-RL
-meets where the policy has not changed), then with lookups only. Every run must give the same tokens. Speedups are times
+meets where the policy has not changed), then with lookups only, then with an int8 copy of the weights that decodes
+ahead. Every run must give the same tokens. Speedups are times
 of the first run over times of the others; the runs alternate, because a shared machine changes its pace. Steps do not
 depend on the machine. The last line is JSON.
 """
@@ -73,7 +74,8 @@ def main(argv):
   )
   plain = Scheduler(Engine(model.config, dataclasses.replace(sizes, max_draft=0)))
   drafting = Scheduler(Engine(model.config, sizes))
-  for scheduler in (plain, drafting):
+  copying = Scheduler(Engine(model.config, dataclasses.replace(sizes, draft_weights='int8')))
+  for scheduler in (plain, drafting, copying):
     scheduler.swap_params(model.params, 0)
     scheduler.warm_up()
   requests = make_requests(model.config.vocab_size)
@@ -83,6 +85,7 @@ def main(argv):
     for request, sample in zip(requests, first, strict=True)
   ]
   runs = {'plain': (plain, requests), 'replay': (drafting, replay), 'lookup': (drafting, requests)}
+  runs['copy'] = (copying, requests)
   seconds, steps = dict.fromkeys(runs, float('inf')), dict.fromkeys(runs, 0)
   stats = drafting.stats
   for _ in range(_REPEATS.value):
@@ -92,10 +95,13 @@ def main(argv):
       for sample, want in zip(samples, first, strict=True):
         if not np.array_equal(sample.tokens, want.tokens):
           raise ValueError(f'{name} changed the tokens of group {want.request.group_id}.')
+  copied = copying.stats
   summary = {
     'benchmark': 'speculation',
     'replay_speedup': round(seconds['plain'] / seconds['replay'], 3),
     'lookup_speedup': round(seconds['plain'] / seconds['lookup'], 3),
+    'copy_speedup': round(seconds['plain'] / seconds['copy'], 3),
+    'copy_accepted_fraction': round(copied.accepted_tokens / max(1, copied.drafted_tokens), 3),
     'accepted_fraction': round(stats.accepted_tokens / max(1, stats.drafted_tokens), 3),
     **{f'{name}_s': round(value, 3) for name, value in seconds.items()},
     **{f'{name}_steps': value for name, value in steps.items()},

@@ -69,6 +69,9 @@ def get_config():
   config.rollout.prefill_chunk = 0  # tokens of a piece of a long prompt; 0 = up to 2,048
   config.rollout.prefill_budget = 8192  # prompt tokens computed between two chunks, at most
   config.rollout.max_draft = 0  # proposed tokens per sample that idle slots check; 0 = none
+  config.rollout.draft_weights = 'none'  # a copy that proposes: none | int8 | fp8 | int8_dynamic
+  config.rollout.draft_rows = 0  # samples that run at most while it does; 0 = a quarter of slots
+  config.rollout.answer_drafts = 'none'  # of a prompt's last visit: none | independent | coupled
   config.rollout.weights = 'same'  # of layers: same (compute_dtype) | int8 | fp8 | int8_dynamic
   config.rollout.kv = 'same'  # keys and values: same (compute_dtype) | int8 | fp8
   config.rollout.swap_mode = 'in_place'  # running samples at new weights: in_place, retract, drain

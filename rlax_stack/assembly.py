@@ -23,8 +23,10 @@ from rlax_stack.learner.scoring import ForwardSettings
 from rlax_stack.models.load import LoadedModel, load_model
 from rlax_stack.objective_rules import resolve_objective
 from rlax_stack.pallas_kernels import dispatch
+from rlax_stack.pallas_kernels.decode_work import rows_per_read
 from rlax_stack.pallas_kernels.self_test import check_kernels
 from rlax_stack.rewards.chain import RewardChain
+from rlax_stack.rollout.answer_store import AnswerStore
 from rlax_stack.rollout.engine import Engine
 from rlax_stack.rollout.engine_state import EngineConfig
 from rlax_stack.rollout.requests import changes_logits
@@ -212,6 +214,9 @@ def engine_sizes(config: RunConfig, *, serving: bool = False) -> EngineConfig:
   """The static sizes of the rollout engine; `serving` makes room for all that requests of an endpoint may ask for."""
   rollout, limits = config.rollout, _limits(config)
   controls = changes_logits(train_sampling(config, ())) or (serving and not rollout.max_draft)
+  # What requests of an endpoint share is not known beforehand.
+  group, prompt = (8 if serving else rollout.group_size), rollout.max_prompt_tokens
+  sharing = rows_per_read(group, prompt, limits.request)
   sizes = EngineConfig(
     slots=rollout.slots,
     max_prompt_tokens=rollout.max_prompt_tokens + limits.prefix,
@@ -219,7 +224,10 @@ def engine_sizes(config: RunConfig, *, serving: bool = False) -> EngineConfig:
     chunk_steps=rollout.decode_chunk,
     prefill_chunk=rollout.prefill_chunk,
     prefill_budget=rollout.prefill_budget,
+    rows_per_block=sharing,
     max_draft=rollout.max_draft,
+    draft_weights=rollout.draft_weights,
+    draft_rows=rollout.draft_rows,
     logit_controls=controls,
     max_logit_bias=300 if serving else 16,
     max_top_log_probs=20 if serving else limits.top_log_probs,
@@ -244,12 +252,14 @@ def make_scheduler(config: RunConfig, model: LoadedModel, *, serving: bool = Fal
 
 def make_worker(config: RunConfig, model: LoadedModel, chain: RewardChain) -> RolloutWorker:
   """The rollout worker of the embedded runtime."""
+  drafts = config.rollout.answer_drafts
   return RolloutWorker(
     make_scheduler(config, model),
     tokenizer=model.tokenizer,
     score=chain.score,
     sampling=train_sampling(config, model.tokenizer.stop_token_ids),
     strategy=make_strategy(config.rollout.strategy),
+    answers=None if drafts == 'none' else AnswerStore(coupled=drafts == 'coupled'),
   )
 
 

@@ -86,6 +86,9 @@ class RolloutSection:
   prefill_chunk: int
   prefill_budget: int
   max_draft: int
+  draft_weights: str
+  draft_rows: int
+  answer_drafts: str
   weights: str
   kv: str
   swap_mode: str

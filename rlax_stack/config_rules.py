@@ -21,6 +21,8 @@ _CHOICES = {
   'learner.remat': ('none', 'layer', 'dots'),
   'fleet.runtime': ('local',),
   'rollout.weights': ('same', 'int8', 'fp8', 'int8_dynamic'),
+  'rollout.draft_weights': ('none', 'int8', 'fp8', 'int8_dynamic'),
+  'rollout.answer_drafts': ('none', 'independent', 'coupled'),
   'rollout.kv': ('same', 'int8', 'fp8'),
   'rollout.swap_mode': ('in_place', 'retract', 'drain'),
   'eval.vote': ('none', *VOTES),
@@ -67,6 +69,7 @@ _NOT_NEGATIVE = (
   'rollout.min_tokens',
   'rollout.prefill_chunk',
   'rollout.max_draft',
+  'rollout.draft_rows',
   'learner.row_length',
   'learner.warmup_steps',
   'learner.weight_decay',
@@ -168,11 +171,33 @@ def _rollout_rules(config: RunConfig) -> Iterator[str]:
       f'config.rollout.max_draft={rollout.max_draft} does not go with penalties or min_tokens, which follow token by '
       'token. Set max_draft to 0 or those off.'
     )
+  yield from _draft_rules(config)
   yield from _in_flight_rules(config)
   for name in ('presence_penalty', 'frequency_penalty'):
     value = getattr(rollout, name)
     if not -2 <= value <= 2:
       yield f'config.rollout.{name} must be from -2 to 2 (0 is off), got {value}.'
+
+
+def _draft_rules(config: RunConfig) -> Iterator[str]:
+  rollout = config.rollout
+  for name in ('draft_weights', 'answer_drafts'):
+    value = getattr(rollout, name)
+    if value != 'none' and not rollout.max_draft:
+      yield (
+        f'config.rollout.{name}={value} proposes tokens that nothing checks with config.rollout.max_draft=0. Set '
+        f'max_draft, for example to 4, or {name} to none.'
+      )
+  if rollout.draft_weights != 'none' and rollout.weights != 'same':
+    yield (
+      f'config.rollout.draft_weights={rollout.draft_weights} is a smaller copy of the weights, but config.rollout.'
+      f'weights={rollout.weights} makes those small already. Set one of them to its default.'
+    )
+  if rollout.draft_rows and rollout.draft_weights == 'none':
+    yield (
+      f'config.rollout.draft_rows={rollout.draft_rows} says when a copy of the weights proposes tokens, but '
+      'config.rollout.draft_weights=none makes none. Set draft_weights, for example to int8.'
+    )
 
 
 def _in_flight_rules(config: RunConfig) -> Iterator[str]:
@@ -197,6 +222,11 @@ def _strategy_rules(config: RunConfig) -> Iterator[str]:
     yield f'config.rollout.strategy={rollout.strategy}: {problem}'
   if isinstance(strategy, Independent):
     return
+  if rollout.answer_drafts != 'none':
+    yield (
+      f'config.rollout.answer_drafts={rollout.answer_drafts} goes with samples of one request, not with '
+      f'config.rollout.strategy={rollout.strategy}. Set it to none.'
+    )
   # A sample of several requests: these look at the tokens of one.
   if rollout.presence_penalty or rollout.frequency_penalty:
     yield (

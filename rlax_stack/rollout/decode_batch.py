@@ -39,6 +39,7 @@ class SchedulerStats:
   replayed_tokens: int = 0  # fed again to rows that had lost their KV
   drafted_tokens: int = 0  # proposed tokens that idle columns checked
   accepted_tokens: int = 0  # of those, the ones that stood
+  copy_steps: int = 0  # decode steps of the quantised copy that proposes tokens
   retracted_rows: int = 0  # times a row lost its slot before it was done
   carried_samples: int = 0  # times a half-done sample went on under newer weights
   decode_steps: int = 0
@@ -179,20 +180,25 @@ class DecodeBatch:
 
   def decode(self, steps: int, stop_after: int) -> list[FinishedSample]:
     """Up to `steps` steps of the started rows; `make_room` comes before. Returns the samples that ended."""
-    proposals, wishes = self._proposals(steps)
+    copying = self._copying()
+    proposals, wishes = self._proposals(steps, lookup=not copying)
     columns = self._columns(wishes, steps)
     limits = {'version': self.version, 'steps': steps, 'stop_after': stop_after}
-    begin = time.perf_counter()
+    begin, depth = time.perf_counter(), 0
     if columns is None:
       inputs = (self._work_list(), self.pages.table.copy(), proposals.forced)
       self._state, result = self._engine.generate(self.params, self._state, *inputs, **limits)
     else:
+      depth = int(columns.offset.max()) if copying else 0
       inputs = (self._work_list(columns.owner), self.pages.table.copy(), columns, proposals)
-      self._state, result = self._engine.speculate(self.params, self._state, *inputs, **limits)
+      self._state, result = self._engine.speculate(
+        self.params, self._state, *inputs, **limits, depth=depth
+      )
     result = jax.device_get(result)
     self._stats.decode_s += time.perf_counter() - begin
     self._stats.chunks += 1
     self._stats.decode_steps += int(result.steps)
+    self._stats.copy_steps += depth * int(result.steps)
     # The first entry of a step tells whether the row decoded in it.
     rows = result.valid[:: len(result.valid) // self._sizes.chunk_steps]
     self._stats.slot_steps += int(result.steps) * self._sizes.slots
@@ -201,8 +207,16 @@ class DecodeBatch:
       self._count_drafts(result, columns)
     return self._collect(result, proposals.forced)
 
-  def _proposals(self, steps: int) -> tuple[Proposals, dict[int, int]]:
-    """Next tokens of the rows that decode, and how many of them each wants checked at once."""
+  def _copying(self) -> bool:
+    """Whether the quantised copy of the weights proposes tokens now."""
+    decoding = sum(row.started for _, row in self.rows)
+    return self._sizes.draft_weights != 'none' and decoding <= self._sizes.draft_rows
+
+  def _proposals(self, steps: int, *, lookup: bool) -> tuple[Proposals, dict[int, int]]:
+    """Next tokens of the rows that decode, and how many of them each wants checked at once.
+
+    Without `lookup` more proposals come from the copy of the weights.
+    """
     sizes, wishes = self._sizes, {}
     shape = (sizes.chunk_steps * (sizes.max_draft + 1), sizes.slots)
     forced, drafts = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
@@ -215,12 +229,13 @@ class DecodeBatch:
       wishes[slot] = 0
       if sizes.max_draft and idle:
         _try_again(row)
-        proposed = (
-          propose(row, shape[0] - len(known)) if row.wish else row.request.prompt_tokens[:0]
-        )
+        proposed = row.request.prompt_tokens[:0]
+        if row.wish:
+          proposed = propose(row, shape[0] - len(known), lookup=lookup)
         drafts[len(known) : len(known) + len(proposed), slot] = proposed
         wish = sizes.max_draft if len(known) else row.wish
-        wishes[slot] = min(wish, sizes.max_draft, len(known) + len(proposed))
+        there = len(known) + len(proposed) if lookup else sizes.max_draft
+        wishes[slot] = min(wish, sizes.max_draft, there)
     return Proposals(forced, drafts), wishes
 
   def _columns(self, wishes: dict[int, int], steps: int) -> Columns | None:
@@ -259,7 +274,7 @@ class DecodeBatch:
       steps=1,
     )
     if self._sizes.max_draft:
-      proposals, wishes = self._proposals(1)
+      proposals, wishes = self._proposals(1, lookup=True)
       columns = plan_columns(wishes, slots=self._sizes.slots, width=self._sizes.max_draft + 1)
       inputs = (self._work_list(columns.owner), self.pages.table.copy(), columns, proposals)
       self._state, result = self._engine.speculate(

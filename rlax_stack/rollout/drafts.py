@@ -16,13 +16,15 @@ from rlax_stack.rollout.speculation import Columns
 _LOOKUP = (4, 3, 2)  # newest tokens that must stand there again, longest first
 
 
-def propose(row: Row, count: int) -> np.ndarray:
-  """Up to `count` next tokens of a row, int32, after those that it is fed again."""
+def propose(row: Row, count: int, *, lookup: bool = True) -> np.ndarray:
+  """Up to `count` next tokens of a row, int32, after those that it is fed again; `lookup` may take them from text."""
   tokens = row.sampled.tokens
   draft = row.request.draft_tokens
   draft = np.zeros(0, np.int32) if draft is None else np.asarray(draft, np.int32)
   if len(draft) > len(tokens) and np.array_equal(draft[: len(tokens)], tokens):
     return draft[len(tokens) : len(tokens) + count]
+  if not lookup:
+    return draft[:0]
   prompt = np.asarray(row.request.prompt_tokens, np.int32)
   return look_up(np.concatenate([draft, prompt, tokens]), count)
 

@@ -211,7 +211,10 @@ class Engine:
       model = quantise.quantise_model(params, kind, dtype)
     has_bias = self.config.attention_bias
     bias = serving.fuse_bias(params['layers'], dtype) if has_bias else None
-    return ServingParams(model, serving.fuse_layers(model['layers'], dtype), bias)
+    made = ServingParams(model, serving.fuse_layers(model['layers'], dtype), bias)
+    if self.engine_config.draft_weights == 'none':
+      return made
+    return made._replace(draft=quantise.quantise_params(made, self.engine_config.draft_weights))
 
   def init_decode_state(self) -> DecodeState:
     """Empty tables and idle slots."""
@@ -333,13 +336,15 @@ class Engine:
     version: int,
     steps: int,
     stop_after: int = 0,
+    depth: int = 0,
   ) -> tuple[DecodeState, ResultTokens]:
     """As `generate`, with idle columns that check proposed tokens: up to max_draft + 1 tokens per row and step.
 
     `work` lists what columns read, `suffix_pages` what rows have. The result holds chunk_steps * (max_draft + 1)
-    entries per row, in the order of its tokens.
+    entries per row, in the order of its tokens. With draft_weights, the quantised copy proposes the next `depth` tokens
+    of every row where `proposals` has none.
     """
-    scalars = (np.int32(version), np.int32(steps), np.int32(stop_after))
+    scalars = (np.int32(version), np.int32(steps), np.int32(stop_after), np.int32(depth))
     return self._speculate(params, decode_state, work, suffix_pages, columns, proposals, *scalars)
 
   def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:

@@ -40,6 +40,8 @@ class EngineConfig:
   request. logit_controls: whether requests may change logits (biases, penalties, min_tokens). max_logit_bias: biased
   tokens per request then. max_top_log_probs: likeliest tokens per position that a request may ask for.
   max_draft: proposed tokens of a row that idle columns check in one step (speculation.py); 0 checks none.
+  draft_weights: 'none', or one of models.quantised.KERNEL_KINDS: a copy of the weights, quantised so, proposes tokens
+  while at most draft_rows rows decode; draft_rows 0 takes a quarter of the slots.
   compute_dtype: of weights, activations and KV; softmax and log-probs are float32 always.
   weights: 'same' keeps the kernels of the layers in compute_dtype, else one of models.quantised.KERNEL_KINDS.
   kv: 'same' keeps keys and values in compute_dtype, else one of quantise.KV_KINDS.
@@ -63,6 +65,8 @@ class EngineConfig:
   max_logit_bias: int = 16
   max_top_log_probs: int = 0
   max_draft: int = 0
+  draft_weights: str = 'none'
+  draft_rows: int = 0
   compute_dtype: Any = jnp.float32
   weights: str = 'same'
   kv: str = 'same'
@@ -76,10 +80,12 @@ class EngineConfig:
       least = 0 if field.default == 0 else 1
       if value < least:
         raise ConfigError(f'EngineConfig.{field.name} must be at least {least}, got {value}.')
-    for name, kinds in (('weights', KERNEL_KINDS), ('kv', KV_KINDS)):
-      if getattr(self, name) not in ('same', *kinds):
+    weights, kv = ('same', *KERNEL_KINDS), ('same', *KV_KINDS)
+    choices = {'weights': weights, 'kv': kv, 'draft_weights': ('none', *KERNEL_KINDS)}
+    for name, kinds in choices.items():
+      if getattr(self, name) not in kinds:
         raise ConfigError(
-          f'EngineConfig.{name} must be one of same, {", ".join(kinds)}, got {getattr(self, name)!r}.'
+          f'EngineConfig.{name} must be one of {", ".join(kinds)}, got {getattr(self, name)!r}.'
         )
     page = self.page_size or min(256, max(16, _power_of_two(self.max_prompt_tokens)))
     # Many rows: small pages, because what a page reads beyond a row's own tokens is wasted bandwidth.
@@ -103,6 +109,11 @@ class EngineConfig:
         f'EngineConfig.max_draft={self.max_draft} does not go with logit_controls, whose counts follow token by '
         'token. Set one of them off.'
       )
+    if self.draft_weights != 'none' and not (self.max_draft and self.weights == 'same'):
+      raise ConfigError(
+        f'EngineConfig.draft_weights={self.draft_weights} needs max_draft above 0 and weights=same, got max_draft='
+        f'{self.max_draft} and weights={self.weights}: a copy that is no smaller than the weights saves nothing.'
+      )
     per_sample = -(-self.max_new_tokens // own_page)
     own_pages = self.suffix_pages or self.slots * per_sample
     if own_pages < per_sample:
@@ -110,7 +121,12 @@ class EngineConfig:
         f'EngineConfig.suffix_pages={own_pages} cannot hold one sample of max_new_tokens='
         f'{self.max_new_tokens} in pages of {own_page}. Set suffix_pages to at least {per_sample}.'
       )
-    chosen = {'page_size': page, 'prefix_pages': pages, 'prefill_chunk': chunk}
+    chosen = {
+      'draft_rows': self.draft_rows or max(1, self.slots // 4),
+      'page_size': page,
+      'prefix_pages': pages,
+      'prefill_chunk': chunk,
+    }
     chosen |= {'suffix_page_size': own_page, 'suffix_pages': own_pages}
     for name, value in chosen.items():
       object.__setattr__(self, name, value)

@@ -25,6 +25,7 @@ class ServingParams(NamedTuple):
   model: decoder.Params  # the tree of models/decoder.py, in the compute dtype
   kernels: tuple[dict[str, Kernel], ...]  # one dict per layer: qkv, o, gate_up, down, [out, in]
   qkv_bias: jax.Array | None  # [L, out], where the model has one
+  draft: 'ServingParams | None' = None  # a quantised copy that proposes tokens
 
 
 def fuse_layer(stacked: decoder.Params, index: jax.Array, *, dtype: Any) -> dict[str, Kernel]:

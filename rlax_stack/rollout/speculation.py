@@ -6,10 +6,12 @@ the row's own pages like any other column. A proposal stands where the token sam
 its position, is that very token; after the first one that is not, the rest is forgotten. The accepted tokens and their
 log-probs are those of decoding one by one, bit for bit, whoever proposed them.
 
-Not for who proposes (drafts.py). See "Fast Inference from Transformers via Speculative Decoding", Leviathan et al.
-(https://arxiv.org/abs/2211.17192); with proposals that are certain its acceptance rule accepts as often as this one.
+Not for who proposes (drafts.py on the host, self_drafts.py on the device). See "Fast Inference from Transformers via
+Speculative Decoding", Leviathan et al. (https://arxiv.org/abs/2211.17192); with proposals that are certain its
+acceptance rule accepts as often as this one.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,7 +30,8 @@ from rlax_stack.rollout.engine_state import (
   RowState,
 )
 from rlax_stack.rollout.row_steps import likeliest
-from rlax_stack.rollout.sampler import RowSampling, sample
+from rlax_stack.rollout.sampler import RowSampling, Sampled, sample
+from rlax_stack.rollout.self_drafts import draft_ahead
 from rlax_stack.rollout.serving import ServingParams
 
 # (params, state, work, suffix_pages) -> logits [V, M] and the suffix KV
@@ -72,6 +75,7 @@ def speculate(
   version: jax.Array,
   steps: jax.Array,
   stop_after: jax.Array,
+  depth: jax.Array,
 ) -> tuple[DecodeState, ResultTokens]:
   """As `generate` of the engine, with up to W tokens of a row per step.
 
@@ -87,6 +91,7 @@ def speculate(
     version: int32 [].
     steps: int32 [], at most chunk_steps.
     stop_after: int32 [], ends the call once so many rows have finished; 0 does not.
+    depth: int32 [], tokens of a row that params.draft adds to the proposals in each step, at most max_draft.
 
   Returns:
     The state, and ResultTokens of N = chunk_steps * W entries per row, in the order of the tokens.
@@ -105,35 +110,53 @@ def speculate(
     carry: tuple[RowState, Any, Any, ResultTokens],
   ) -> tuple[RowState, Any, Any, ResultTokens]:
     rows, suffix_k, suffix_v, result = carry
-    at = _columns_of(rows, columns, proposals, first)
+    ahead = _known_ahead(rows, proposals, rows.count - first, engine.max_draft)
+    current = state._replace(rows=rows, suffix_k=suffix_k, suffix_v=suffix_v)
+    if params.draft is not None:
+      decode = functools.partial(forward, params.draft, work=work, suffix_pages=pages)
+      ahead, suffix_k, suffix_v = draft_ahead(decode, current, ahead, columns.of_row, depth)
+    at = _columns_of(rows, columns, ahead)
     current = state._replace(rows=at, suffix_k=suffix_k, suffix_v=suffix_v)
     logits, suffix_k, suffix_v = forward(params, current, work, pages)
     drawn = sample(logits, rng.token_uniforms(at.key, at.position + 1), at.sampling)
     known = _proposed(proposals.forced, columns, (rows.count - first)[columns.owner])
     taken = _take(rows, at, columns, jnp.where(known >= 0, known, drawn.token))
-    i = result.steps
-
-    def put(table: jax.Array, value: jax.Array) -> jax.Array:
-      return table.at[i].set(value[jnp.minimum(columns.of_row, engine.slots - 1)].swapaxes(0, 1))
-
-    result = result._replace(
-      tokens=result.tokens.at[i].set(taken.token.T),
-      log_probs=put(result.log_probs, drawn.log_prob),
-      raw_log_probs=put(result.raw_log_probs, drawn.raw_log_prob),
-      valid=result.valid.at[i].set(taken.accepted.T),
-    )
-    ids, values = likeliest(engine, logits, at)
-    if result.top_ids is not None and result.top_log_probs is not None:
-      result = result._replace(
-        top_ids=put(result.top_ids, ids), top_log_probs=put(result.top_log_probs, values)
-      )
+    result = _recorded(engine, result, taken, drawn, likeliest(engine, logits, at), columns)
     rows = _advance(rows, taken)
-    return rows, suffix_k, suffix_v, result._replace(finish=rows.finish, steps=i + 1)
+    return rows, suffix_k, suffix_v, result._replace(finish=rows.finish, steps=result.steps + 1)
 
   carry = (state.rows, state.suffix_k, state.suffix_v, result)
   rows, suffix_k, suffix_v, result = jax.lax.while_loop(going, step, carry)
 
   return state._replace(rows=rows, suffix_k=suffix_k, suffix_v=suffix_v), _in_order(result)
+
+
+def _recorded(
+  engine: EngineConfig,
+  result: ResultTokens,
+  taken: _Taken,
+  drawn: Sampled,
+  tops: tuple[Any, Any],
+  columns: Columns,
+) -> ResultTokens:
+  """The result with one more step: what rows took, and what their columns know of it."""
+  i = result.steps
+
+  def put(table: jax.Array, value: jax.Array) -> jax.Array:
+    return table.at[i].set(value[jnp.minimum(columns.of_row, engine.slots - 1)].swapaxes(0, 1))
+
+  result = result._replace(
+    tokens=result.tokens.at[i].set(taken.token.T),
+    log_probs=put(result.log_probs, drawn.log_prob),
+    raw_log_probs=put(result.raw_log_probs, drawn.raw_log_prob),
+    valid=result.valid.at[i].set(taken.accepted.T),
+  )
+  if result.top_ids is None or result.top_log_probs is None:
+    return result
+  ids, values = tops
+  return result._replace(
+    top_ids=put(result.top_ids, ids), top_log_probs=put(result.top_log_probs, values)
+  )
 
 
 def _in_order(result: ResultTokens) -> ResultTokens:
@@ -170,17 +193,23 @@ def _proposed(table: jax.Array, columns: Columns, taken: jax.Array) -> jax.Array
   return jnp.where(inside, table[jnp.where(inside, index, 0), columns.owner], -1)
 
 
-def _columns_of(
-  rows: RowState, columns: Columns, proposals: Proposals, first: jax.Array
-) -> RowState:
-  """The rows of a step with a column in each slot."""
+def _known_ahead(rows: RowState, proposals: Proposals, taken: jax.Array, most: int) -> jax.Array:
+  """Proposals for the next `most` tokens of every row, int32 [most, M], -1 from the first gap on."""
+  everyone = jnp.arange(rows.token.shape[0], dtype=jnp.int32)
+
+  def at(offset: int) -> jax.Array:
+    places = Columns(everyone, jnp.full_like(everyone, offset), None, None)
+    forced = _proposed(proposals.forced, places, taken)
+    return jnp.where(forced >= 0, forced, _proposed(proposals.drafts, places, taken))
+
+  return jnp.stack([at(offset) for offset in range(most)])
+
+
+def _columns_of(rows: RowState, columns: Columns, ahead: jax.Array) -> RowState:
+  """The rows of a step with a column in each slot; `ahead` [W - 1, M] are the proposals of every row."""
   owner, offset = columns.owner, columns.offset
-  taken = (rows.count - first)[owner]
   # What stands in a column is the token before the one that it samples.
-  before = columns._replace(offset=offset - 1)
-  forced = _proposed(proposals.forced, before, taken)
-  drafted = _proposed(proposals.drafts, before, taken)
-  proposed = jnp.where(forced >= 0, forced, drafted)
+  proposed = ahead[jnp.maximum(offset - 1, 0), owner]
   token = jnp.where(offset == 0, rows.token[owner], proposed)
   count = rows.count[owner] + offset
   usable = columns.used & rows.active[owner] & (token >= 0) & (count < rows.max_tokens[owner])

@@ -16,6 +16,7 @@ import numpy as np
 from absl import logging
 
 from rlax_stack.errors import FleetError, StaleLeaseError
+from rlax_stack.rollout.answer_store import AnswerStore
 from rlax_stack.rollout.requests import FinishedSample, GenerationRequest
 from rlax_stack.rollout.scheduler import Scheduler
 from rlax_stack.rollout.strategies.independent import Independent
@@ -80,6 +81,7 @@ class RolloutWorker:
     score: (texts, prompts) -> one Reward each; called from one thread.
     sampling: of every sample; without stop_token_ids it takes the tokenizer's.
     strategy: how the samples of a group are drawn.
+    answers: drafts of samples and their randomness, None for none; only where a sample is one request.
     worker_id: name in leases and logs.
     extend_every_s: heartbeat of leases, well below the lease timeout.
   """
@@ -92,6 +94,7 @@ class RolloutWorker:
     score: ScoreFunction,
     sampling: SamplingParams,
     strategy: Strategy | None = None,
+    answers: AnswerStore | None = None,
     worker_id: str = 'rollout-0',
     extend_every_s: float = 10.0,
   ):
@@ -100,6 +103,7 @@ class RolloutWorker:
     self._scheduler, self._tokenizer, self._score = scheduler, tokenizer, score
     self._sampling, self._worker_id = sampling, worker_id
     self._strategy = Independent() if strategy is None else strategy
+    self._answers = answers
     self._greedy = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     self._extend_every_s, self._extended_s = extend_every_s, 0.0
     self._open: dict[int, _Open] = {}
@@ -107,7 +111,7 @@ class RolloutWorker:
     self._guests = 0
     self._loader = concurrent.futures.ThreadPoolExecutor(1, f'{worker_id}-weights')
     self._coming: tuple[int, concurrent.futures.Future] | None = None  # weights on their way
-    self.stats, self._told = WorkerStats(), (0, 0, 0, 0.0)
+    self.stats, self._told = WorkerStats(), (0, 0, 0, 0.0, 0, 0)
 
   @property
   def scheduler(self) -> Scheduler:
@@ -153,10 +157,17 @@ class RolloutWorker:
     """Figures of the engine since the last call, by the name of their metric; guests included. For one caller."""
     stats = self._scheduler.stats
     now = (stats.row_steps, stats.slot_steps, stats.carried_samples, self.stats.swap_s)
-    rows, slots, carried, swap_s = (new - old for new, old in zip(now, self._told, strict=True))
-    self._told = now
+    now = (*now, stats.accepted_tokens, stats.drafted_tokens)
+    told, self._told = self._told, now
+    rows, slots, carried, swap_s, accepted, drafted = (
+      new - old for new, old in zip(now, told, strict=True)
+    )
     values = {'rollout/samples_carried': float(carried), 'rollout/swap_s': swap_s}
-    return values | ({'rollout/slot_occupancy': rows / slots} if slots else {})
+    shares = {
+      'rollout/slot_occupancy': (rows, slots),
+      'rollout/drafts_accepted': (accepted, drafted),
+    }
+    return values | {name: part / whole for name, (part, whole) in shares.items() if whole}
 
   def warm_up(self, snapshot: Any) -> None:
     """Takes the weights of `snapshot` and compiles every program of the engine."""
@@ -242,7 +253,10 @@ class RolloutWorker:
         tokenizer=self._tokenizer,
       )
     )
-    self._submit(plan.start())
+    requests, store = plan.start(), self._answers
+    if store is not None:
+      requests = [store.drafted(request, lease.prompt.prompt_id) for request in requests]
+    self._submit(requests)
     self._open[lease.group_id] = _Open(lease, plan)
 
   def _submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -259,6 +273,8 @@ class RolloutWorker:
       group = self._open.get(sample.request.group_id)
       if group is None:
         continue  # its lease was lost meanwhile
+      if self._answers is not None:
+        self._answers.keep(sample, group.lease.prompt.prompt_id)
       further, complete = group.plan.take(sample)
       group.trajectories += complete
       if further:

@@ -90,6 +90,7 @@ def test_gain_of_a_decode_step_is_the_median_over_its_turns():
     'copied_s': [3.0, 3.0, 18.0],
   }
   found = kernels.decode_figures(_CASE, times, 10)
+  assert (found['rows_per_read'], found['gain_as_chosen']) == (_CASE.samples, 2.0)
   assert found['gain'] == 2.0  # of 2, 3, 1 and of 3, 1.5, 2
   assert (found['shared_s'], found['row_by_row_s'], found['copied_s']) == (1.0, 2.0, 3.0)
   assert found['unshared_gb_s'] == 10 * _CASE.separate / 2.0 / 1e9

@@ -148,6 +148,24 @@ def test_missing_and_mistyped_fields_are_named():
       'groups_in_flight=9 exceeds the 8 groups .* config.fleet.max_staleness=0',
     ),
     ({'rollout__groups_in_flight': 17, 'fleet__max_staleness': 1}, 'exceeds the 16 groups'),
+    (
+      {'rollout__draft_weights': 'int8'},
+      'draft_weights=int8 proposes .*max_draft=0. Set max_draft',
+    ),
+    ({'rollout__answer_drafts': 'coupled'}, 'answer_drafts=coupled proposes tokens that nothing'),
+    (
+      {'rollout__max_draft': 3, 'rollout__draft_weights': 'int8', 'rollout__weights': 'int8'},
+      'weights=int8 makes those small already',
+    ),
+    ({'rollout__draft_rows': 4}, 'draft_weights=none makes none'),
+    (
+      {
+        'rollout__max_draft': 3,
+        'rollout__answer_drafts': 'independent',
+        'rollout__strategy': 'delethink(chunk=64, carry=32)',
+      },
+      'answer_drafts=independent goes with samples of one request',
+    ),
     ({'rollout__temperature': 0.0}, 'temperature=0 samples every group'),
     ({'rollout__strategy': 'forest'}, "rollout.strategy names no box 'forest'"),
     ({'rollout__strategy': 'tree(roots=3)'}, 'roots=3 must divide config.rollout.group_size=8'),
@@ -200,6 +218,8 @@ def test_samples_of_another_policy_are_corrected_by_themselves(changes):
 
 def test_the_kinds_of_quantised_rollouts_are_those_of_the_engine():
   for weights in ('same', *KERNEL_KINDS):
+    if weights != 'same':
+      assert make(rollout__max_draft=2, rollout__draft_weights=weights).rollout.draft_rows == 0
     for kv in ('same', *KV_KINDS):
       rollout = make(rollout__weights=weights, rollout__kv=kv).rollout
       assert (EngineConfig(weights=weights, kv=kv).kv, rollout.weights) == (kv, weights)

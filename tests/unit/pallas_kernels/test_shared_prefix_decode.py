@@ -16,6 +16,7 @@ from rlax_stack.pallas_kernels.decode_work import (
   PrefixView,
   decode_items,
   make_work_list,
+  rows_per_read,
 )
 from rlax_stack.pallas_kernels.shared_prefix_decode import (
   KVScales,
@@ -288,6 +289,24 @@ def test_work_list_reads_each_page_once_per_block():
 
 def test_whole_group_in_one_block_reads_its_prefix_once():
   assert int(_work(views=[_A] * 8, rows_per_block=8).num_items) == 3
+
+
+@pytest.mark.parametrize(
+  ('group', 'prompt', 'sample', 'rows'),
+  [
+    (1, 4096, 16, 1),  # nobody to share with
+    (2, 64, 512, 2),  # (2 * 64 + 2 * 256) / (64 + 2 * 256) = 1.11
+    (2, 60, 512, 2),
+    (2, 50, 512, 1),
+    (5, 2048, 512, 5),
+    (16, 2048, 512, 8),
+    (8, 8, 4096, 1),
+  ],
+)
+def test_reads_are_shared_where_that_saves_a_tenth(group, prompt, sample, rows):
+  own, reads = group * sample / 2, -(-group // 8)
+  saved = (group * prompt + own) / (reads * prompt + own)
+  assert rows_per_read(group, prompt, sample) == rows == (min(group, 8) if saved >= 1.1 else 1)
 
 
 def test_too_many_items_is_refused():

@@ -1,7 +1,9 @@
 """Slots stay full and half-done samples go on when weights change: scheduler and worker, counted on the real engine."""
 
+import concurrent.futures
 import dataclasses
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -42,6 +44,18 @@ class _Tokenizer:
 
   def decode(self, ids):
     return ' '.join(str(i) for i in ids)
+
+
+class _AtOnce(concurrent.futures.Executor):
+  """Scoring and loading take no time, so that what is counted does not depend on the machine."""
+
+  def __init__(self, *unused):
+    pass
+
+  def submit(self, fn, /, *args, **kwargs):
+    done = concurrent.futures.Future()
+    done.set_result(fn(*args, **kwargs))
+    return done
 
 
 class _Lockstep:
@@ -93,13 +107,14 @@ def _run(tiny, *, max_staleness, groups_in_flight, swap_mode='in_place'):
   )
   server = ParameterServer()
   learner = _Lockstep(coordinator, server, tiny.params)
-  worker = RolloutWorker(
-    _Lengths(tiny.engine(), swap_mode=swap_mode),
-    tokenizer=_Tokenizer(),
-    score=lambda texts, prompts: [Reward(value=1.0) for _ in texts],
-    sampling=SamplingParams(max_tokens=24),
-  )
-  worker(learner, server, learner.stop)
+  with mock.patch.object(concurrent.futures, 'ThreadPoolExecutor', _AtOnce):
+    worker = RolloutWorker(
+      _Lengths(tiny.engine(), swap_mode=swap_mode),
+      tokenizer=_Tokenizer(),
+      score=lambda texts, prompts: [Reward(value=1.0) for _ in texts],
+      sampling=SamplingParams(max_tokens=24),
+    )
+    worker(learner, server, learner.stop)
   coordinator.check()
   return learner, worker
 

@@ -324,7 +324,7 @@ def _first_fit_decreasing(pieces: Sequence[_Trie], shape: RowShape) -> list[list
   return rows
 
 
-def _empty_batch(num_rows: int, shape: RowShape, kept_tokens: int) -> PackedBatch:
+def _empty_batch(num_rows: int, shape: RowShape, kept_tokens: int = 0) -> PackedBatch:
   tokens, triples = (num_rows, shape.length), (num_rows, shape.triples)
 
   def zeros(dtype):

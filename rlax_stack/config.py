@@ -75,6 +75,7 @@ class RolloutSection:
   top_k: int
   top_p: float
   min_p: float
+  kept_tokens: int
   repetition_penalty: float
   presence_penalty: float
   frequency_penalty: float

@@ -6,7 +6,7 @@ from typing import Any
 from rlax_stack.config import RunConfig, nearest
 from rlax_stack.errors import ConfigError
 from rlax_stack.evaluation import VOTES
-from rlax_stack.objective_rules import objective_problems
+from rlax_stack.objective_rules import filters, objective_problems
 from rlax_stack.rollout.strategies import make_strategy
 from rlax_stack.rollout.strategies.independent import Independent
 
@@ -66,6 +66,7 @@ _NOT_NEGATIVE = (
   'rollout.temperature',
   'rollout.top_k',
   'rollout.min_p',
+  'rollout.kept_tokens',
   'rollout.min_tokens',
   'rollout.prefill_chunk',
   'rollout.max_draft',
@@ -172,6 +173,7 @@ def _rollout_rules(config: RunConfig) -> Iterator[str]:
       'token. Set max_draft to 0 or those off.'
     )
   yield from _draft_rules(config)
+  yield from _kept_rules(config)
   yield from _in_flight_rules(config)
   for name in ('presence_penalty', 'frequency_penalty'):
     value = getattr(rollout, name)
@@ -197,6 +199,20 @@ def _draft_rules(config: RunConfig) -> Iterator[str]:
     yield (
       f'config.rollout.draft_rows={rollout.draft_rows} says when a copy of the weights proposes tokens, but '
       'config.rollout.draft_weights=none makes none. Set draft_weights, for example to int8.'
+    )
+
+
+def _kept_rules(config: RunConfig) -> Iterator[str]:
+  rollout = config.rollout
+  if rollout.kept_tokens and not filters(config):
+    yield (
+      f'config.rollout.kept_tokens={rollout.kept_tokens} records what top_k, top_p and min_p keep, but all of them are '
+      'off. Set it to 0, or one of those.'
+    )
+  if rollout.top_k > rollout.kept_tokens > 0:
+    yield (
+      f'config.rollout.kept_tokens={rollout.kept_tokens} has no room for the config.rollout.top_k={rollout.top_k} '
+      f'tokens that are kept. Set it to {rollout.top_k} or more.'
     )
 
 

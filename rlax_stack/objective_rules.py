@@ -38,6 +38,12 @@ def off_policy(config: RunConfig) -> bool:
   return quantised or config.fleet.max_staleness > 0 or config.learner.updates_per_batch > 1
 
 
+def filters(config: RunConfig) -> bool:
+  """Whether training samples are drawn from a part of the vocabulary."""
+  rollout = config.rollout
+  return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+
+
 def objective_problems(config: RunConfig) -> Iterator[str]:
   """What the objective demands and the other sections do not give.
 
@@ -65,13 +71,21 @@ def objective_problems(config: RunConfig) -> Iterator[str]:
       f'policy: config.steps * config.learner.updates_per_batch = {updates}. Lower it, or train longer.'
     )
   reads = _importance_ratio(config, objective)
-  if reads and (rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0):
+  if reads and filters(config) and not rollout.kept_tokens:
     yield (
       f'top_k, top_p and min_p change the support of the sampled distribution, so the importance '
-      f'ratio ({reads}) is not defined without the kept set. Set config.rollout.top_k=0, top_p=1 and '
-      'min_p=0, or keep to the sampling policy: config.fleet.max_staleness=0, '
-      "config.learner.updates_per_batch=1, config.rollout.weights=same, kv=same, ratio 'token' and no "
-      'correction.'
+      f'ratio ({reads}) is not defined without the kept set. Record it with config.rollout.kept_tokens=N '
+      f'(N ids per token{f", {rollout.top_k} or more" if rollout.top_k else ""}), or set '
+      'config.rollout.top_k=0, top_p=1 and min_p=0, or keep to the sampling policy: '
+      'config.fleet.max_staleness=0, config.learner.updates_per_batch=1, config.rollout.weights=same, '
+      "kv=same, ratio 'token' and no correction."
+    )
+  whole = [b.name for b in objective.device_boxes.values() if b.box.proximal_vocabulary is not None]
+  if whole and rollout.kept_tokens:
+    yield (
+      f'{whole[0]} of config.objective compares log-probs with distributions over the whole vocabulary, '
+      f'but with config.rollout.kept_tokens={rollout.kept_tokens} they are within the kept sets. Set '
+      'config.rollout.top_k=0, top_p=1, min_p=0 and kept_tokens=0, or take another box.'
     )
 
 

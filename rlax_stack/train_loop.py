@@ -225,6 +225,9 @@ def batch_metrics(groups: Sequence[Group], seconds: float) -> dict[str, float]:
     'rollout/truncated': sum(t.finish_reason == 'length' for t in trajectories) / len(trajectories),
     names.TOKENS_PER_S: sum(lengths) / seconds if seconds > 0 else 0.0,
   }
+  if any(t.kept_ids_t is not None for t in trajectories):
+    overflows = sum(int(t.kept_overflow_t.sum()) for t in trajectories)
+    values['rollout/kept_overflow_share'] = overflows / max(1, sum(lengths))
   greedy = [g.greedy.reward.value for g in groups if g.greedy and g.greedy.reward]
   scored = [value for value in greedy if value is not None]
   if scored:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+KEPT_OVERFLOW = -2  # first of a token's kept ids where its kept set had no room
+
 
 class Source(enum.IntEnum):
   """Who wrote a token (`source_t`)."""
@@ -123,6 +125,10 @@ class Trajectory:
 
   At every index of `context_starts` the context was set back to the prompt: the tokens from there on
   saw the prompt and, up to the next such index, each other. What is repeated there is GUIDE.
+
+  `kept_ids_t` [T, K] holds the kept set of each token: the ids that top-k, top-p and min-p left it to be
+  drawn from, likeliest first, filled with -1. All -1: the whole vocabulary, as for tokens that were not
+  sampled. A set of more than K ids is KEPT_OVERFLOW and then -1; such a token is not trained on.
   """
 
   group_id: int
@@ -141,6 +147,7 @@ class Trajectory:
   roles: tuple[str, ...] = ()  # agent of each turn; empty where there is but one
   context_starts: tuple[int, ...] = ()  # ascending, after the prompt; empty: one context
   branch: Branch | None = None  # None: drawn from the prompt on
+  kept_ids_t: np.ndarray | None = None  # int32 [T, K], None where no sets were recorded
 
   @property
   def trajectory_id(self) -> str:
@@ -162,6 +169,13 @@ class Trajectory:
   def num_sampled(self) -> int:
     """Policy tokens, a sampled stop token included."""
     return int((self.source_t == Source.POLICY).sum())
+
+  @property
+  def kept_overflow_t(self) -> np.ndarray:
+    """Which tokens had a kept set too large to be recorded, bool [T]."""
+    if self.kept_ids_t is None:
+      return np.zeros(len(self.tokens), bool)
+    return self.kept_ids_t[:, 0] == KEPT_OVERFLOW
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,6 +208,7 @@ class PackedBatch(NamedTuple):
   The hidden state at `next_index_t` is that of the state after the target: where the trajectory's
   next trained token is predicted, or after its last token where it was cut off; -1 where it ended.
   `value_t` and `next_value_t` are a critic's values at the two places, at the start of the batch.
+  `kept_ids_t` holds the kept set of each target (see Trajectory); its log-probs are within that set.
   """
 
   tokens: Any  # int32 [R, T]
@@ -215,3 +230,4 @@ class PackedBatch(NamedTuple):
   next_index_t: Any = None  # int32 [R, N]
   value_t: Any = None  # float32 [R, N], None without a critic
   next_value_t: Any = None  # float32 [R, N], 0 where the trajectory ended; None without a critic
+  kept_ids_t: Any = None  # int32 [R, N, K], all -1: the whole vocabulary; None without kept sets

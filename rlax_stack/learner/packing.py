@@ -57,6 +57,7 @@ class _Branch:
   turn: np.ndarray  # int32 [n]
   advantage: np.ndarray  # float32 [n]
   reward: float
+  kept: np.ndarray | None  # int32 [n, K]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,8 +109,8 @@ def pack_groups(
     PackedBatch of numpy arrays; log-probs that are not known yet are 0.
 
   Raises:
-    DataError: a trajectory that does not start with its prompt, or trains on it; nothing to train
-      on.
+    DataError: a trajectory that does not start with its prompt, trains on it, or trains on a token
+      whose kept set had no room; nothing to train on.
     ConfigError: a trajectory that fits in no row shape.
   """
   tries = _make_tries(groups, advantages, rewards, separate=False, bootstrap=bootstrap)
@@ -135,7 +136,9 @@ def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:
   rows, length = batch.tokens.shape
   if num_rows < rows:
     raise ValueError(f'the batch has {rows} rows, more than {num_rows=}.')
-  empty = _empty_batch(num_rows - rows, RowShape(length, batch.target_t.shape[1]))
+  shape = RowShape(length, batch.target_t.shape[1])
+  kept_tokens = 0 if batch.kept_ids_t is None else batch.kept_ids_t.shape[2]
+  empty = _empty_batch(num_rows - rows, shape, kept_tokens)
   # Fields that are None and mappings that are empty hold no array.
   return jax.tree.map(lambda a, b: np.concatenate([a, b], axis=0), batch, empty)
 
@@ -156,7 +159,9 @@ def packing_stats(batch: PackedBatch) -> dict[str, int]:
 
 def _pack(groups, tries, row_shapes, rows_multiple, *, separate) -> PackedBatch:
   if not tries:
-    raise DataError('no token of the batch is trained on: every mask_t is empty.')
+    overflow = any(t.kept_overflow_t.any() for group in groups for t in group.trajectories)
+    cure = ' Kept sets had no room: raise config.rollout.kept_tokens.' if overflow else ''
+    raise DataError(f'no token of the batch is trained on: every mask_t is empty.{cure}')
   shape = _choose_shape(tries, row_shapes)
   pieces = [piece for trie in tries for piece in _split(trie, shape)]
   rows = [[piece] for piece in pieces] if separate else _first_fit_decreasing(pieces, shape)
@@ -166,7 +171,8 @@ def _pack(groups, tries, row_shapes, rows_multiple, *, separate) -> PackedBatch:
     raise DataError(
       f'{num_trajectories} trajectories train fewer tokens than there are trajectories.'
     )
-  batch = _empty_batch(num_rows, shape)
+  kept = (branch.kept for trie in tries for branch in trie.branches if branch.kept is not None)
+  batch = _empty_batch(num_rows, shape, max((ids.shape[1] for ids in kept), default=0))
   for row, tries_of_row in enumerate(rows):
     start, triple = 0, 0
     for trie in tries_of_row:
@@ -220,6 +226,10 @@ def _make_branch(
       f'trajectory {trajectory.trajectory_id} trains on token {trained[0]} of its prompt; '
       'prompts are shared by their group. Clear mask_t there.'
     )
+  if trajectory.kept_overflow_t[trained].any():
+    raise DataError(
+      f'trajectory {trajectory.trajectory_id} trains on tokens whose kept sets had no room. Clear mask_t there.'
+    )
   starts = _context_starts(trajectory, prompt_length)
   # The first token of a context is predicted where the prompt ends.
   source = np.where(
@@ -242,6 +252,7 @@ def _make_branch(
     turn=turns(trajectory),
     advantage=_per_token(advantage, trained.size, trajectory),
     reward=reward,
+    kept=None if trajectory.kept_ids_t is None else trajectory.kept_ids_t[trained],
   )
 
 
@@ -313,7 +324,7 @@ def _first_fit_decreasing(pieces: Sequence[_Trie], shape: RowShape) -> list[list
   return rows
 
 
-def _empty_batch(num_rows: int, shape: RowShape) -> PackedBatch:
+def _empty_batch(num_rows: int, shape: RowShape, kept_tokens: int = 0) -> PackedBatch:
   tokens, triples = (num_rows, shape.length), (num_rows, shape.triples)
 
   def zeros(dtype):
@@ -337,6 +348,7 @@ def _empty_batch(num_rows: int, shape: RowShape) -> PackedBatch:
     anchor_log_probs_t=zeros(np.float32),
     version_t=np.full(triples, -1, np.int32),
     next_index_t=np.full(triples, -1, np.int32),
+    kept_ids_t=np.full((*triples, kept_tokens), -1, np.int32) if kept_tokens else None,
   )
 
 
@@ -369,5 +381,7 @@ def _write(batch: PackedBatch, row: int, start: int, triple: int, trie: _Trie) -
     batch.reward_t[row, there] = branch.reward
     batch.behaviour_log_probs_t[row, there] = branch.behaviour
     batch.version_t[row, there] = branch.version
+    if branch.kept is not None:
+      batch.kept_ids_t[row, there, : branch.kept.shape[1]] = branch.kept
     triple += len(branch.target)
   return end, triple

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlax_stack.learner.kept_sets import with_kept_log_probs
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.objectives.objective import Objective
@@ -44,8 +45,8 @@ class ForwardSettings:
 class TargetScores(NamedTuple):
   """Of the distribution that predicts each target."""
 
-  log_prob: jax.Array  # float32
-  entropy: jax.Array  # float32
+  log_prob: jax.Array  # float32, within the kept set where the rows have one
+  entropy: jax.Array  # float32, over the whole vocabulary
   vocabulary: Mapping[str, Any] = {}  # [..., N, ...] arrays by slot, from the terms asked for
 
 
@@ -62,10 +63,10 @@ def target_log_probs(
   Args:
     params: nested dict of the model.
     config: shape of the model.
-    rows: [R, T] rows with [R, N] triples; only places are read, never advantages or log-probs.
+    rows: [R, T] rows with [R, N] triples; only places and kept sets are read, never advantages or log-probs.
     settings: see ForwardSettings.
     mesh: where rows and parameters live.
-    terms: from `objectives.vocabulary`; read `rows.proximal_vocabulary`.
+    terms: from `objectives.vocabulary`; read `rows.proximal_vocabulary`, and distributions over the whole vocabulary.
 
   Returns: TargetScores of [R, N] arrays, 0 at masked triples.
   """
@@ -125,18 +126,20 @@ def head_log_probs(
     mesh=mesh,
   )
   log_prob, entropy = (x.reshape(rows.target_t.shape) for x in (scored.log_prob, scored.entropy))
-  if terms is None:
+  if terms is None and rows.kept_ids_t is None:
     return TargetScores(log_prob, entropy)
-  found = vocabulary_terms(
+  found, kept_log_prob = vocabulary_terms(
     sources,
     head,
     rows.target_t,
-    terms,
-    extras=rows.proximal_vocabulary,
+    with_kept_log_probs(terms),
+    extras=(rows.proximal_vocabulary, rows.kept_ids_t),
     mask=rows.mask_t,
     temperature=settings.temperature,
     mesh=mesh,
   )
+  if kept_log_prob is not None:
+    log_prob = jnp.where(jnp.any(rows.kept_ids_t >= 0, axis=-1), kept_log_prob, log_prob)
   return TargetScores(log_prob, entropy, found)
 
 

@@ -17,11 +17,12 @@ class LossInputs(NamedTuple):
   """One value per token, all of one shape: [rows, N] in a loss, [M, rows, N] before micro-batches.
 
   The tokens of a trajectory lie in one row, in order; those of a group may lie in several rows and
-  micro-batches. Only `log_probs_t`, `entropy_t` and `vocabulary` carry a gradient.
+  micro-batches. With kept sets all log-probs are of policies restricted to them. Only `log_probs_t`,
+  `entropy_t` and `vocabulary` carry a gradient.
   """
 
   log_probs_t: jax.Array  # float32, current policy
-  entropy_t: jax.Array  # float32, of the current policy's distribution
+  entropy_t: jax.Array  # float32, of the current policy's whole distribution, kept sets or not
   proximal_log_probs_t: jax.Array  # float32, weights at the start of the batch
   behaviour_log_probs_t: jax.Array  # float32, as sampled
   anchor_log_probs_t: jax.Array  # float32, starting weights; 0 where no box is tagged 'anchor'

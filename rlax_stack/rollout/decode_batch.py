@@ -308,7 +308,7 @@ class DecodeBatch:
     """Adds a result's tokens to their rows and ends the rows that are done; `forced` [K, M] are not new."""
     finished = []
     values = (result.tokens, result.log_probs, result.raw_log_probs, result.versions)
-    values = (*values, result.top_ids, result.top_log_probs)
+    values = (*values, result.top_ids, result.top_log_probs, result.kept_ids)
     for slot in np.flatnonzero(result.valid.any(0)).tolist():
       row, places = self._row(slot), np.flatnonzero(result.valid[:, slot])
       known = int((forced[:, slot] >= 0).sum())

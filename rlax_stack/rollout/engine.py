@@ -26,6 +26,7 @@ from rlax_stack.rollout.engine_state import (
   Prefix,
   ResultTokens,
   RowState,
+  empty_result,
   empty_state,
 )
 from rlax_stack.rollout.row_steps import accept, draw, likeliest, start_rows
@@ -100,18 +101,8 @@ def _generate(
   steps: jax.Array,
   stop_after: jax.Array,
 ) -> tuple[DecodeState, ResultTokens]:
-  shape, tops = (engine.chunk_steps, engine.slots), engine.max_top_log_probs
-  result = ResultTokens(
-    tokens=jnp.zeros(shape, jnp.int32),
-    log_probs=jnp.zeros(shape, jnp.float32),
-    raw_log_probs=jnp.zeros(shape, jnp.float32),
-    versions=jnp.full(shape, version, jnp.int32),
-    valid=jnp.zeros(shape, jnp.bool_),
-    finish=state.rows.finish,
-    steps=jnp.int32(0),
-    top_ids=jnp.zeros((*shape, tops), jnp.int32) if tops else None,
-    top_log_probs=jnp.zeros((*shape, tops), jnp.float32) if tops else None,
-  )
+  shape = (engine.chunk_steps, engine.slots)
+  result = empty_result(engine, shape, state.rows.finish, version)
   before = jnp.sum(state.rows.active)
 
   def going(carry: tuple[RowState, Any, Any, ResultTokens]) -> jax.Array:
@@ -127,7 +118,7 @@ def _generate(
     current = state._replace(rows=rows, suffix_k=suffix_k, suffix_v=suffix_v)
     logits, suffix_k, suffix_v = _logits(config, engine, params, current, work, suffix_pages)
     i = result.steps
-    drawn, token = draw(logits, rows, rows.position + 1, forced[i])
+    drawn, token = draw(logits, rows, rows.position + 1, forced[i], engine.kept_tokens)
     who = rows.active
     rows = accept(rows, token, who)
     ids, values = likeliest(engine, logits, rows)
@@ -135,6 +126,8 @@ def _generate(
       result = result._replace(
         top_ids=result.top_ids.at[i].set(ids), top_log_probs=result.top_log_probs.at[i].set(values)
       )
+    if result.kept_ids is not None and drawn.kept_ids is not None:
+      result = result._replace(kept_ids=result.kept_ids.at[i].set(drawn.kept_ids))
     result = result._replace(
       tokens=result.tokens.at[i].set(token),
       log_probs=result.log_probs.at[i].set(drawn.log_prob),

@@ -39,6 +39,7 @@ class EngineConfig:
   two decode chunks at most, so that long prompts do not hold up the rows that decode. max_stop_ids: stop tokens per
   request. logit_controls: whether requests may change logits (biases, penalties, min_tokens). max_logit_bias: biased
   tokens per request then. max_top_log_probs: likeliest tokens per position that a request may ask for.
+  kept_tokens: ids of each sampled token's kept set that are recorded at most; 0 records none.
   max_draft: proposed tokens of a row that idle columns check in one step (speculation.py); 0 checks none.
   draft_weights: 'none', or one of models.quantised.KERNEL_KINDS: a copy of the weights, quantised so, proposes tokens
   while at most draft_rows rows decode; draft_rows 0 takes a quarter of the slots.
@@ -64,6 +65,7 @@ class EngineConfig:
   logit_controls: bool = False
   max_logit_bias: int = 16
   max_top_log_probs: int = 0
+  kept_tokens: int = 0
   max_draft: int = 0
   draft_weights: str = 'none'
   draft_rows: int = 0
@@ -241,6 +243,26 @@ class ResultTokens(NamedTuple):
   top_log_probs: (
     jax.Array | None
   )  # float32 [N, M, max_top_log_probs], of the model at temperature 1
+  kept_ids: jax.Array | None = None  # int32 [N, M, kept_tokens], see sampler.kept_ids; None where 0
+
+
+def empty_result(
+  engine: EngineConfig, shape: tuple[int, ...], finish: jax.Array, version: jax.Array
+) -> ResultTokens:
+  """No token yet, with room for `shape` of them; `finish` [M] and `version` [] as they are."""
+  tops, kept = engine.max_top_log_probs, engine.kept_tokens
+  return ResultTokens(
+    tokens=jnp.zeros(shape, jnp.int32),
+    log_probs=jnp.zeros(shape, jnp.float32),
+    raw_log_probs=jnp.zeros(shape, jnp.float32),
+    versions=jnp.full(shape, version, jnp.int32),
+    valid=jnp.zeros(shape, jnp.bool_),
+    finish=finish,
+    steps=jnp.int32(0),
+    top_ids=jnp.zeros((*shape, tops), jnp.int32) if tops else None,
+    top_log_probs=jnp.zeros((*shape, tops), jnp.float32) if tops else None,
+    kept_ids=jnp.full((*shape, kept), -1, jnp.int32) if kept else None,
+  )
 
 
 def empty_rows(engine: EngineConfig, vocab_size: int) -> RowState:

@@ -51,6 +51,7 @@ class FinishedSample:
   top_ids_t: np.ndarray | None = None  # int32 [T, sampling.top_log_probs], the likeliest tokens
   top_log_probs_t: np.ndarray | None = None  # float32 like it, of the model at temperature 1
   attention_t: np.ndarray | None = None  # float32, got from tokens attention_distance or more later
+  kept_ids_t: np.ndarray | None = None  # int32 [T, kept_tokens], see types.Trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class PartialSample:
   version_t: np.ndarray  # int32 [T]
   top_ids_t: np.ndarray | None = None  # int32 [T, K]
   top_log_probs_t: np.ndarray | None = None  # float32 [T, K]
+  kept_ids_t: np.ndarray | None = None  # int32 [T, kept_tokens]
   recomputed: int = 0  # tokens that were prefilled together with the prompt
   kv_version: int = -1  # weights that made the KV, -1 where several did
 
@@ -217,7 +219,7 @@ def changes_logits(sampling: SamplingParams) -> bool:
   )
 
 
-def check_partial(partial: PartialSample, model: ModelConfig) -> None:
+def check_partial(partial: PartialSample, model: ModelConfig, engine: EngineConfig) -> None:
   """Raises ValueError where a half-done sample cannot go on."""
   tokens, most = partial.tokens, partial.request.sampling.max_tokens
   if not len(tokens) < most:
@@ -232,3 +234,10 @@ def check_partial(partial: PartialSample, model: ModelConfig) -> None:
   lengths = {len(partial.log_probs_t), len(partial.raw_log_probs_t), len(partial.version_t)}
   if lengths != {len(tokens)}:
     raise ValueError(f'{len(tokens)} tokens, but log-probs and versions of {sorted(lengths)}.')
+  kept = None if partial.kept_ids_t is None else partial.kept_ids_t.shape
+  wanted = (len(tokens), engine.kept_tokens) if engine.kept_tokens else None
+  if len(tokens) and kept != wanted:
+    raise ValueError(
+      f'kept_ids_t must be {wanted or "None"} for {len(tokens)} tokens and EngineConfig.kept_tokens='
+      f'{engine.kept_tokens}, got {kept}. Move samples between engines of the same kept_tokens.'
+    )

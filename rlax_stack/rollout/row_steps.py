@@ -21,12 +21,16 @@ from rlax_stack.rollout.sampler import Sampled, raw_log_prob, sample, top_log_pr
 
 
 def draw(
-  logits: jax.Array, rows: RowState, position: jax.Array, forced: jax.Array
+  logits: jax.Array,
+  rows: RowState,
+  position: jax.Array,
+  forced: jax.Array,
+  kept_tokens: int = 0,
 ) -> tuple[Sampled, jax.Array]:
   """Samples at int32 position [M] from logits [V, M]; also what rows take: `forced` [M] where that is >= 0."""
   uniforms = rng.token_uniforms(rows.key, position)
   if rows.controls is None or rows.counts is None:
-    drawn = sample(logits, uniforms, rows.sampling)
+    drawn = sample(logits, uniforms, rows.sampling, kept_tokens)
   else:
     adjust = functools.partial(
       logit_controls.adjust,
@@ -36,7 +40,8 @@ def draw(
       stop_ids=rows.stop_ids,
     )
     wanted = jnp.any(logit_controls.are_on(rows.controls))
-    drawn = sample(jax.lax.cond(wanted, adjust, lambda x: x, logits), uniforms, rows.sampling)
+    adjusted = jax.lax.cond(wanted, adjust, lambda x: x, logits)
+    drawn = sample(adjusted, uniforms, rows.sampling, kept_tokens)
     raw = jax.lax.cond(
       wanted, lambda: raw_log_prob(logits, drawn.token), lambda: drawn.raw_log_prob
     )
@@ -106,7 +111,7 @@ def start_rows(
     )
   rows = rows._replace(counts=counts)
   logits = prefix_logits[new.entry].T
-  drawn, token = draw(logits, rows, new.prefix_length, new.forced)
+  drawn, token = draw(logits, rows, new.prefix_length, new.forced, engine.kept_tokens)
   ids, of_ids = likeliest(engine, logits, rows)
   rows = accept(rows, token, new.start)
   return rows, ResultTokens(
@@ -119,4 +124,5 @@ def start_rows(
     steps=jnp.int32(1),
     top_ids=None if ids is None else ids[None],
     top_log_probs=None if of_ids is None else of_ids[None],
+    kept_ids=None if drawn.kept_ids is None else drawn.kept_ids[None],
   )

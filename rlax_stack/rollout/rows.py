@@ -17,7 +17,7 @@ from rlax_stack.types import FinishReason
 
 
 class Sampled(NamedTuple):
-  """One value per token; the last two only where the engine gives them."""
+  """One value per token; the last three only where the engine gives them."""
 
   tokens: np.ndarray  # int32 [T]
   log_probs_t: np.ndarray  # float32 [T]
@@ -25,6 +25,7 @@ class Sampled(NamedTuple):
   version_t: np.ndarray  # int32 [T]
   top_ids_t: np.ndarray | None = None  # int32 [T, K]
   top_log_probs_t: np.ndarray | None = None  # float32 [T, K]
+  kept_ids_t: np.ndarray | None = None  # int32 [T, kept_tokens]
 
   def part(self, which: slice) -> 'Sampled':
     """Some of the tokens."""

@@ -4,13 +4,16 @@ A token is found by inverting the cumulative distribution in two levels: first a
 within it, from two uniforms that are a pure function of the sample and the position. Filters are thresholds on the
 logit, found by bisection on the ordered integer form of a float, and run only when some row asks for them.
 
-Order, as elsewhere: temperature, top-k, top-p of what top-k left, min-p. Ties at a threshold are all kept.
+Order, as elsewhere: temperature, top-k, top-p of what top-k left, min-p. Ties at a threshold are all kept. The ids of
+what is kept can be given too: a learner needs them to form the probability that a token was drawn with.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from rlax_stack.types import KEPT_OVERFLOW
 
 _BLOCK = 128  # vocabulary entries in a block of the two-level inverse
 _BISECTIONS = 32  # a float32 has 32 bits
@@ -31,6 +34,7 @@ class Sampled(NamedTuple):
   token: jax.Array  # int32 [M]
   log_prob: jax.Array  # float32 [M], of the distribution that was sampled (0 where greedy)
   raw_log_prob: jax.Array  # float32 [M], of the model at temperature 1, unfiltered
+  kept_ids: jax.Array | None = None  # int32 [M, K], see `kept_ids`; None where K is 0
 
 
 def raw_log_prob(logits: jax.Array, token: jax.Array) -> jax.Array:
@@ -104,6 +108,30 @@ def filter_threshold(scaled: jax.Array, sampling: RowSampling) -> jax.Array:
   return jnp.maximum(jnp.maximum(by_count, by_mass), by_ratio)
 
 
+def kept_ids(scaled: jax.Array, kept: jax.Array, filters: jax.Array, count: int) -> jax.Array:
+  """The tokens that a filter left to be drawn from.
+
+  Args:
+    scaled: float32 [V, M], logits over temperature; -inf are never drawn.
+    kept: bool [V, M], not below the threshold.
+    filters: bool [M], whether the row has a filter.
+    count: K.
+
+  Returns:
+    int32 [M, K]: ids, likeliest first, filled with -1; all -1 without a filter; KEPT_OVERFLOW and then -1 where more
+    than K are kept.
+  """
+  kept &= scaled > -jnp.inf
+  left = jnp.where(kept, scaled, -jnp.inf)
+  values, ids = jax.lax.top_k(left.T, min(count, left.shape[0]))
+  ids = jnp.where(values > -jnp.inf, ids.astype(jnp.int32), -1)
+  ids = jnp.pad(ids, ((0, 0), (0, count - ids.shape[1])), constant_values=-1)
+  marked = jnp.full((1, count), -1, jnp.int32).at[0, 0].set(KEPT_OVERFLOW)
+  overflows = jnp.sum(kept, 0, dtype=jnp.int32) > count
+  ids = jnp.where(overflows[:, None], marked, ids)
+  return jnp.where(filters[:, None], ids, -1)
+
+
 def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
   """Index per column of weights [N, M] where the cumulative share passes uniform [M]; never a weight of 0."""
   cumulative = jnp.cumsum(weights, axis=0)
@@ -123,13 +151,16 @@ def _pad_vocabulary(logits: jax.Array) -> jax.Array:
   return jnp.pad(logits, ((0, missing), (0, 0)), constant_values=-jnp.inf) if missing else logits
 
 
-def sample(logits: jax.Array, uniforms: jax.Array, sampling: RowSampling) -> Sampled:
+def sample(
+  logits: jax.Array, uniforms: jax.Array, sampling: RowSampling, kept_tokens: int = 0
+) -> Sampled:
   """Draws one token per column.
 
   Args:
     logits: float32 [V, M].
     uniforms: float32 [M, 2] in [0, 1).
     sampling: per-row parameters.
+    kept_tokens: K, ids of each row's kept set that are given at most; 0 gives none.
   """
   x = _pad_vocabulary(logits)
   size, rows = x.shape
@@ -143,23 +174,26 @@ def sample(logits: jax.Array, uniforms: jax.Array, sampling: RowSampling) -> Sam
   def total(weights: jax.Array) -> jax.Array:
     return weights.reshape(blocks).sum(1).sum(0)
 
-  def plain() -> tuple[jax.Array, jax.Array]:
+  filters = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+  whole = jnp.full((rows, kept_tokens), -1, jnp.int32) if kept_tokens else None
+
+  def plain() -> tuple[jax.Array, jax.Array, jax.Array | None]:
     weights = jnp.exp(x - largest[None, :])
-    return weights, total(weights)
+    return weights, total(weights), whole
 
-  def scaled() -> tuple[jax.Array, jax.Array]:
+  def scaled() -> tuple[jax.Array, jax.Array, jax.Array | None]:
     shifted = x - largest[None, :]
-    return jnp.exp(shifted * inverse[None, :]), total(jnp.exp(shifted))
+    return jnp.exp(shifted * inverse[None, :]), total(jnp.exp(shifted)), whole
 
-  def filtered() -> tuple[jax.Array, jax.Array]:
+  def filtered() -> tuple[jax.Array, jax.Array, jax.Array | None]:
     shifted = x - largest[None, :]
     scores = jax.lax.optimization_barrier(shifted * inverse[None, :])
     kept = scores >= filter_threshold(scores, sampling)[None, :]
-    return jnp.where(kept, jnp.exp(scores), 0.0), total(jnp.exp(shifted))
+    ids = kept_ids(scores, kept, filters & ~greedy, kept_tokens) if kept_tokens else None
+    return jnp.where(kept, jnp.exp(scores), 0.0), total(jnp.exp(shifted)), ids
 
-  filters = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
   path = jnp.where(jnp.any(filters & ~greedy), 2, jnp.any(inverse != 1).astype(jnp.int32))
-  weights, raw_total = jax.lax.switch(path, (plain, scaled, filtered))
+  weights, raw_total, ids = jax.lax.switch(path, (plain, scaled, filtered))
   weights = jax.lax.optimization_barrier(weights).reshape(blocks)
 
   block_sums = weights.sum(1)
@@ -180,4 +214,5 @@ def sample(logits: jax.Array, uniforms: jax.Array, sampling: RowSampling) -> Sam
     block * _BLOCK + within,
     jnp.where(greedy, 0.0, log_prob),
     shifted - jnp.log(raw_total),
+    ids,
   )

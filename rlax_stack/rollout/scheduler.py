@@ -181,7 +181,7 @@ class Scheduler:
     Raises:
       PromptTooLongError, ValueError: see `submit`; its tokens do not fit its request.
     """
-    check_partial(partial, self._engine.config)
+    check_partial(partial, self._engine.config, self._sizes)
     self._check(partial.request)
     self._arrivals += 1
     self._enqueue(row_of(partial, self._arrivals))

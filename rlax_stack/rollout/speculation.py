@@ -28,6 +28,7 @@ from rlax_stack.rollout.engine_state import (
   EngineConfig,
   ResultTokens,
   RowState,
+  empty_result,
 )
 from rlax_stack.rollout.row_steps import likeliest
 from rlax_stack.rollout.sampler import RowSampling, Sampled, sample
@@ -98,7 +99,8 @@ def speculate(
   """
   before, first = jnp.sum(state.rows.active), state.rows.count
   pages = suffix_pages[columns.owner]
-  result = _empty_result(engine, state.rows, version)
+  shape = (engine.chunk_steps, engine.max_draft + 1, engine.slots)
+  result = empty_result(engine, shape, state.rows.finish, version)
 
   def going(carry: tuple[RowState, Any, Any, ResultTokens]) -> jax.Array:
     rows, _, _, result = carry
@@ -118,7 +120,8 @@ def speculate(
     at = _columns_of(rows, columns, ahead)
     current = state._replace(rows=at, suffix_k=suffix_k, suffix_v=suffix_v)
     logits, suffix_k, suffix_v = forward(params, current, work, pages)
-    drawn = sample(logits, rng.token_uniforms(at.key, at.position + 1), at.sampling)
+    uniforms = rng.token_uniforms(at.key, at.position + 1)
+    drawn = sample(logits, uniforms, at.sampling, engine.kept_tokens)
     known = _proposed(proposals.forced, columns, (rows.count - first)[columns.owner])
     taken = _take(rows, at, columns, jnp.where(known >= 0, known, drawn.token))
     result = _recorded(engine, result, taken, drawn, likeliest(engine, logits, at), columns)
@@ -151,6 +154,8 @@ def _recorded(
     raw_log_probs=put(result.raw_log_probs, drawn.raw_log_prob),
     valid=result.valid.at[i].set(taken.accepted.T),
   )
+  if result.kept_ids is not None and drawn.kept_ids is not None:
+    result = result._replace(kept_ids=put(result.kept_ids, drawn.kept_ids))
   if result.top_ids is None or result.top_log_probs is None:
     return result
   ids, values = tops
@@ -168,22 +173,6 @@ def _in_order(result: ResultTokens) -> ResultTokens:
   shared = {'finish': result.finish, 'steps': result.steps}
   flattened = jax.tree.map(flat, result._replace(finish=None, steps=None))
   return flattened._replace(**shared)
-
-
-def _empty_result(engine: EngineConfig, rows: RowState, version: jax.Array) -> ResultTokens:
-  shape = (engine.chunk_steps, engine.max_draft + 1, engine.slots)
-  tops = engine.max_top_log_probs
-  return ResultTokens(
-    tokens=jnp.zeros(shape, jnp.int32),
-    log_probs=jnp.zeros(shape, jnp.float32),
-    raw_log_probs=jnp.zeros(shape, jnp.float32),
-    versions=jnp.full(shape, version, jnp.int32),
-    valid=jnp.zeros(shape, jnp.bool_),
-    finish=rows.finish,
-    steps=jnp.int32(0),
-    top_ids=jnp.zeros((*shape, tops), jnp.int32) if tops else None,
-    top_log_probs=jnp.zeros((*shape, tops), jnp.float32) if tops else None,
-  )
 
 
 def _proposed(table: jax.Array, columns: Columns, taken: jax.Array) -> jax.Array:

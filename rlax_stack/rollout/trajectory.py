@@ -25,11 +25,13 @@ class Span(NamedTuple):
   source: Source
   trained: bool
   new_context: bool = False  # whether the context is set back to the prompt before it
+  kept_ids_t: np.ndarray | None = None  # int32 [T, K]
 
   def first(self, count: int, *, trained: bool) -> 'Span':
     """Its first `count` tokens."""
-    parts = (x[:count] for x in self[:4])
-    return Span(*parts, source=self.source, trained=trained, new_context=self.new_context)
+    parts = dict(zip(self._fields[:4], (x[:count] for x in self[:4]), strict=True))
+    kept = None if self.kept_ids_t is None else self.kept_ids_t[:count]
+    return self._replace(**parts, kept_ids_t=kept, trained=trained)
 
 
 def sampled_span(
@@ -44,6 +46,7 @@ def sampled_span(
     Source.POLICY,
     trained,
     new_context,
+    sample.kept_ids_t,
   )
 
 
@@ -64,7 +67,10 @@ def assemble(
   finish_reason: FinishReason,
   branch: Branch | None = None,
 ) -> Trajectory:
-  """The trajectory of a prompt and the spans after it, in order, without text and reward."""
+  """The trajectory of a prompt and the spans after it, in order, without text and reward.
+
+  Tokens whose kept set had no room are not trained on: the probability they were drawn with is not known.
+  """
   whole = [given_span(prompt_tokens, source=Source.PROMPT), *spans]
   starts = np.cumsum([0, *(len(span.tokens) for span in whole)]).tolist()
 
@@ -74,7 +80,7 @@ def assemble(
   def repeated(values: Sequence[int], dtype: type) -> np.ndarray:
     return np.repeat(np.array(values, dtype), [len(span.tokens) for span in whole])
 
-  return Trajectory(
+  made = Trajectory(
     group_id=group_id,
     sample_index=sample_index,
     prompt_id=prompt_id,
@@ -89,7 +95,24 @@ def assemble(
       start for start, span in zip(starts, whole, strict=False) if span.new_context
     ),
     branch=branch,
+    kept_ids_t=_joined_kept(whole),
   )
+  return dataclasses.replace(made, mask_t=made.mask_t & ~made.kept_overflow_t)
+
+
+def _joined_kept(spans: Sequence[Span]) -> np.ndarray | None:
+  """The kept sets of spans, int32 [T, K]; all -1 where a span has none, None where all have none."""
+  width = max((s.kept_ids_t.shape[1] for s in spans if s.kept_ids_t is not None), default=0)
+  if not width:
+    return None
+  joined = np.full((sum(len(span.tokens) for span in spans), width), -1, np.int32)
+  start = 0
+  for span in spans:
+    end = start + len(span.tokens)
+    if span.kept_ids_t is not None:
+      joined[start:end, : span.kept_ids_t.shape[1]] = span.kept_ids_t
+    start = end
+  return joined
 
 
 def make_trajectory(

@@ -12,7 +12,7 @@ from rlax_stack import config as config_lib
 from rlax_stack import config_rules
 from rlax_stack.errors import ConfigError
 from rlax_stack.models.quantised import KERNEL_KINDS
-from rlax_stack.objective_rules import off_policy, resolve_objective
+from rlax_stack.objective_rules import filters, off_policy, resolve_objective
 from rlax_stack.rollout.engine_state import EngineConfig
 from rlax_stack.rollout.quantise import KV_KINDS
 
@@ -141,6 +141,24 @@ def test_missing_and_mistyped_fields_are_named():
       {'rollout__top_k': 5, 'rollout__kv': 'int8', 'objective__corrections': ()},
       'quantised rollouts.*kept set',
     ),
+    (
+      {'rollout__top_k': 5, 'fleet__max_staleness': 1},
+      r'kept set. Record it with config.rollout.kept_tokens=N \(N ids per token, 5 or more\)',
+    ),
+    ({'rollout__kept_tokens': 8}, 'kept_tokens=8 records .* all of them are off. Set it to 0'),
+    (
+      {'rollout__kept_tokens': 8, 'rollout__top_k': 9},
+      'kept_tokens=8 has no room for the config.rollout.top_k=9 .* Set it to 9 or more',
+    ),
+    ({'rollout__kept_tokens': -1}, 'kept_tokens must be 0 or more'),
+    (
+      {
+        'rollout__kept_tokens': 8,
+        'rollout__top_p': 0.9,
+        'objective__regularisers': ('lp_reg',),
+      },
+      'lp_reg of config.objective compares .* over the whole vocabulary',
+    ),
     ({'rollout__weights': 'int4'}, 'rollout.weights must be one of same, int8, fp8'),
     ({'rollout__groups_in_flight': 7}, 'in_flight=7 cannot fill .*groups_per_step=8. Set it to 8'),
     (
@@ -198,6 +216,21 @@ def test_missing_and_mistyped_fields_are_named():
 def test_bad_values_and_combinations_are_refused(changes, message):
   with pytest.raises(ConfigError, match=message):
     make(**changes)
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'fleet__max_staleness': 1},
+    {'learner__updates_per_batch': 2},
+    {'rollout__kv': 'int8'},
+    {'objective__ratio': 'token(base="behaviour")', 'objective__corrections': ()},
+    {'objective__regularisers': ('peak_entropy', 'kl_anchor(coef=0.1)')},
+  ],
+)
+def test_recorded_sets_make_the_ratio_defined(changes):
+  config = make(rollout__top_p=0.9, rollout__top_k=8, rollout__kept_tokens=8, **changes)
+  assert filters(config) and not filters(make(**changes))
 
 
 def test_boxes_without_a_group_take_groups_of_one():

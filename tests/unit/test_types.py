@@ -1,9 +1,11 @@
 """What a trajectory says of itself."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from rlax_stack.types import FinishReason, Source, Trajectory
+from rlax_stack.types import KEPT_OVERFLOW, FinishReason, Source, Trajectory
 
 
 def _trajectory(source_t, version_t):
@@ -36,6 +38,15 @@ def test_nothing_sampled():
   trajectory = _trajectory([Source.PROMPT], [3])
   assert trajectory.num_sampled == 0
   assert (trajectory.oldest_version, trajectory.newest_version) == (-1, -1)
+
+
+def test_tokens_whose_kept_set_had_no_room():
+  policy, prompt = Source.POLICY, Source.PROMPT
+  trajectory = _trajectory([prompt, policy, policy, policy], [-1, 0, 0, 0])
+  assert not trajectory.kept_overflow_t.any() and trajectory.kept_overflow_t.shape == (4,)
+  kept = np.array([[-1, -1], [3, -1], [KEPT_OVERFLOW, -1], [-1, -1]], np.int32)
+  trajectory = dataclasses.replace(trajectory, kept_ids_t=kept)
+  np.testing.assert_array_equal(trajectory.kept_overflow_t, [False, False, True, False])
 
 
 def test_frozen():

@@ -7,7 +7,7 @@ import pytest
 
 from rlax_stack import rng
 from rlax_stack.errors import ConfigError, PromptTooLongError
-from rlax_stack.rollout.engine_state import EngineConfig, empty_rows, empty_state
+from rlax_stack.rollout.engine_state import EngineConfig, empty_result, empty_rows, empty_state
 from rlax_stack.rollout.new_rows import make_new_rows
 from rlax_stack.rollout.prefix_table import Piece, prefix_key
 from rlax_stack.rollout.requests import changes_logits, check_request
@@ -55,6 +55,19 @@ def test_state_has_the_documented_shapes(tiny):
   assert rows.controls is None
   assert not rows.active.any()
   assert (rows.stop_ids == -1).all()
+
+
+def test_results_have_room_for_what_is_recorded_alone(tiny):
+  sizes = tiny.SIZES
+  finish = np.full(8, 2, np.int32)
+  result = empty_result(sizes, (2, 3), finish, np.int32(7))
+  assert result.top_ids is None and result.kept_ids is None
+  assert result.versions.tolist() == [[7] * 3] * 2 and not result.valid.any()
+  recording = dataclasses.replace(sizes, max_top_log_probs=4, kept_tokens=5)
+  result = empty_result(recording, (2, 3), finish, np.int32(7))
+  assert result.top_ids.shape == result.top_log_probs.shape == (2, 3, 4)
+  assert result.kept_ids.shape == (2, 3, 5) and (result.kept_ids == -1).all()
+  assert result.finish is finish
 
 
 def test_check_request_names_the_context(tiny):

@@ -36,7 +36,7 @@ def test_the_same_weights_feed_a_row_its_tokens_and_others_compute_them_anew(tin
 def test_a_row_survives_its_journey(tiny):
   row = Row(tiny.request(0, 0), 5, parts=[_sampled(4, 5, 6)], recomputed=2, kv_version=1)
   partial = row.partial(9)
-  check_partial(partial, tiny.MODEL)
+  check_partial(partial, tiny.MODEL, tiny.SIZES)
   assert partial.request.sampling.seed == 9
   again = row_of(partial, 7)
   assert (again.order, again.recomputed, again.kv_version) == (7, 2, 1)

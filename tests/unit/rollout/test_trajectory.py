@@ -1,5 +1,7 @@
 """Trajectories from spans: sources, masks, contexts, text and ends of steps."""
 
+import dataclasses
+
 import numpy as np
 
 from rlax_stack.rollout.trajectory import (
@@ -10,7 +12,7 @@ from rlax_stack.rollout.trajectory import (
   scored,
   text_places,
 )
-from rlax_stack.types import Branch, FinishReason, Reward, Source
+from rlax_stack.types import KEPT_OVERFLOW, Branch, FinishReason, Reward, Source
 
 
 def _decode(ids):
@@ -30,6 +32,32 @@ def test_one_turn(tiny):
   np.testing.assert_array_equal(made.raw_log_probs_t[start:], sample.raw_log_probs_t)
   np.testing.assert_array_equal(made.version_t, [-1] * start + [0] * 5)
   assert (made.text, made.reward, made.trajectory_id) == ('t', Reward(value=1.0), '1/0')
+
+
+def test_sets_of_spans_are_joined_and_tokens_without_room_are_not_trained(tiny):
+  sample = _sample(tiny)
+  assert make_trajectory(sample, prompt_id='p').kept_ids_t is None
+  kept = np.array([[4, 5], [6, -1], [KEPT_OVERFLOW, -1], [-1, -1], [7, 8]], np.int32)
+  with_sets = dataclasses.replace(sample, kept_ids_t=kept)
+  spans = [
+    sampled_span(with_sets).first(3, trained=True),
+    given_span(np.array([50, 51]), source=Source.GUIDE, new_context=True),
+    sampled_span(with_sets, trained=False),
+    sampled_span(sample),
+  ]
+  made = assemble(
+    np.array([9], np.int32),
+    spans,
+    group_id=0,
+    sample_index=0,
+    prompt_id='p',
+    finish_reason=FinishReason.STOP,
+  )
+  none = [[-1, -1]]
+  want = [*none, *kept[:3].tolist(), *none * 2, *kept.tolist(), *none * 5]
+  assert made.kept_ids_t.tolist() == want and made.kept_ids_t.dtype == np.int32
+  np.testing.assert_array_equal(made.mask_t, [0, 1, 1, 0, 0, 0, *[0] * 5, *[1] * 5])
+  assert made.num_sampled == 13 and made.kept_overflow_t.sum() == 2
 
 
 def test_spans_of_several_contexts(tiny):

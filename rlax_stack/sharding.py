@@ -156,6 +156,8 @@ _PARAM_AXES = {
   ('final_norm', 'scale'): ('norm',),
   ('attn_norm', 'scale'): ('layers', 'norm'),
   ('mlp_norm', 'scale'): ('layers', 'norm'),
+  ('post_attn_norm', 'scale'): ('layers', 'norm'),
+  ('post_mlp_norm', 'scale'): ('layers', 'norm'),
   ('q_norm', 'scale'): ('layers', 'norm'),
   ('k_norm', 'scale'): ('layers', 'norm'),
   ('q_proj', 'kernel'): ('layers', 'heads', 'embed'),

@@ -89,6 +89,9 @@ def row_states(
       config.num_heads, config.num_kv_heads, config.head_dim, settings.compute_dtype
     ),
     window=config.sliding_window,
+    mixed=bool(config.global_layers),
+    scale=config.attention_scale,
+    soft_cap=config.attention_soft_cap,
     implementation=settings.kernels,
     mesh=mesh,
   )
@@ -122,6 +125,7 @@ def head_log_probs(
     rows.target_t.reshape(-1),
     mask=rows.mask_t.reshape(-1),
     temperature=settings.temperature,
+    soft_cap=config.final_soft_cap,
     implementation=settings.kernels,
     mesh=mesh,
   )
@@ -136,6 +140,7 @@ def head_log_probs(
     extras=(rows.proximal_vocabulary, rows.kept_ids_t),
     mask=rows.mask_t,
     temperature=settings.temperature,
+    soft_cap=config.final_soft_cap,
     mesh=mesh,
   )
   if kept_log_prob is not None:

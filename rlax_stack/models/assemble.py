@@ -52,7 +52,8 @@ def check_shapes(
       raise ModelFileError(
         f'{source}: {name} of shape {tuple(shapes[name])} has no place in the config '
         f'({config.num_layers} layers, tie_embeddings={config.tie_embeddings}, '
-        f'attention_bias={config.attention_bias}, qk_norm={config.qk_norm}). '
+        f'attention_bias={config.attention_bias}, qk_norm={config.qk_norm}, '
+        f'post_norms={config.post_norms}). '
         'Weights and config belong to different models, or the architecture is not supported.'
       )
 

@@ -1,18 +1,28 @@
 """The shape of a decoder, as frozen data: one `ModelConfig` covers every family of the project.
 
-Llama 3.x, SmolLM2, Mistral, Qwen2/2.5 and Qwen3 dense differ only in the fields below. Not for the
-files that shapes are read from (`hf_config.py`, `gguf_config.py`). Invariant: a `ModelConfig` that
-exists is consistent.
+Llama 3.x, SmolLM2, Mistral, Qwen2/2.5, Qwen3 dense, Phi-3 and 4, Gemma 2 and Gemma 3 differ only in
+the fields below. Not for the files that shapes are read from (`hf_config.py`, `gguf_config.py`).
+Invariant: a `ModelConfig` that exists is consistent.
 """
 
 import dataclasses
+import itertools
 
 from rlax_stack.errors import ConfigError
 
 _SIZE_LIMIT = 2**31 - 1  # sizes are int32 on the device
-_LAYER_LIMIT = 1024  # far above every real model; a hostile file asks for more
+LAYER_LIMIT = 1024  # far above every real model; a hostile file asks for more
 _FLOAT_LIMIT = 1e30
 _ROPE_KINDS = ('linear', 'llama3', 'factors')
+_FLAGS = (
+  'tie_embeddings',
+  'attention_bias',
+  'qk_norm',
+  'post_norms',
+  'unit_offset_norms',
+  'scale_embeddings',
+)
+_ACTIVATIONS = ('silu', 'gelu_tanh')
 
 
 def _positive_int(owner: str, name: str, value: object, limit: int = _SIZE_LIMIT) -> None:
@@ -32,8 +42,8 @@ class RopeScaling:
 
   kind: 'linear' divides every frequency by `factor`; 'llama3' divides the low ones, leaves the high
   ones and blends in between (`low_freq_factor`, `high_freq_factor`, and `original_max_position` in
-  tokens); 'factors' divides frequency i by `factors[i]` (head_dim / 2 of them), as a GGUF's
-  `rope_freqs` tensor says.
+  tokens); 'factors' divides frequency i by `factors[i]` (rotary_dim / 2 of them), as a GGUF's
+  `rope_freqs` tensor says, and multiplies sine and cosine by `attention_factor` (LongRoPE).
   """
 
   kind: str
@@ -42,11 +52,12 @@ class RopeScaling:
   high_freq_factor: float = 4.0
   original_max_position: int = 8192
   factors: tuple[float, ...] = ()
+  attention_factor: float = 1.0
 
   def __post_init__(self):
     if self.kind not in _ROPE_KINDS:
       raise ConfigError(f'RopeScaling.kind must be one of {_ROPE_KINDS}, got {self.kind!r}.')
-    for name in ('factor', 'low_freq_factor', 'high_freq_factor'):
+    for name in ('factor', 'low_freq_factor', 'high_freq_factor', 'attention_factor'):
       _positive_float('RopeScaling', name, getattr(self, name))
     _positive_int('RopeScaling', 'original_max_position', self.original_max_position)
     if self.high_freq_factor <= self.low_freq_factor:
@@ -59,6 +70,11 @@ class RopeScaling:
         "RopeScaling.factors belong to kind 'factors', got kind "
         f'{self.kind!r} and {len(self.factors)} of them.'
       )
+    if self.attention_factor != 1.0 and self.kind != 'factors':
+      raise ConfigError(
+        "RopeScaling.attention_factor belongs to kind 'factors', got kind "
+        f'{self.kind!r} and {self.attention_factor}.'
+      )
     for value in self.factors:
       _positive_float('RopeScaling', 'factors', value)
 
@@ -70,6 +86,14 @@ class ModelConfig:
   head_dim is even and need not be hidden_size / num_heads. attention_bias: q, k, v carry biases
   (Qwen2). qk_norm: RMS norm over each head's q and k (Qwen3). sliding_window: a token sees that
   many tokens, itself included; None sees all. max_context: tokens the model was trained to see.
+
+  Phi: partial_rotary_factor, the first part of each head that turns. Gemma: global_layers, the
+  layers that see all although the others have a window, ascending; local_rope_theta, of the layers
+  with a window where it is another one (they are not scaled); query_pre_attn_scalar, scores are
+  divided by its root, head_dim's when None; attention_soft_cap and final_soft_cap, scores and
+  logits become cap * tanh(x / cap); activation of the gate, 'silu' or 'gelu_tanh'; post_norms, the
+  outputs of attention and MLP are normed before they are added; unit_offset_norms, norms multiply
+  by 1 + scale, in float32; scale_embeddings, embeddings are multiplied by sqrt(hidden_size).
 
   Raises:
     ConfigError: a field, or two together, that no decoder can have.
@@ -90,21 +114,50 @@ class ModelConfig:
   qk_norm: bool = False
   sliding_window: int | None = None
   max_context: int = 2048
+  partial_rotary_factor: float = 1.0
+  global_layers: tuple[int, ...] = ()
+  local_rope_theta: float | None = None
+  query_pre_attn_scalar: int | None = None
+  attention_soft_cap: float | None = None
+  final_soft_cap: float | None = None
+  activation: str = 'silu'
+  post_norms: bool = False
+  unit_offset_norms: bool = False
+  scale_embeddings: bool = False
+
+  @property
+  def rotary_dim(self) -> int:
+    """Features of a head that turn with the position."""
+    return int(self.head_dim * self.partial_rotary_factor)
+
+  @property
+  def attention_scale(self) -> float:
+    """What products of queries and keys are multiplied by."""
+    return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
   def __post_init__(self):
     for name in ('vocab_size', 'hidden_size', 'intermediate_size', 'max_context'):
       _positive_int('ModelConfig', name, getattr(self, name))
     for name in ('num_layers', 'num_heads', 'num_kv_heads', 'head_dim'):
-      limit = _LAYER_LIMIT if name == 'num_layers' else 2**16
+      limit = LAYER_LIMIT if name == 'num_layers' else 2**16
       _positive_int('ModelConfig', name, getattr(self, name), limit)
-    for name in ('rope_theta', 'rms_norm_eps'):
+    for name in ('rope_theta', 'rms_norm_eps', 'partial_rotary_factor'):
       _positive_float('ModelConfig', name, getattr(self, name))
-    for name in ('tie_embeddings', 'attention_bias', 'qk_norm'):
+    for name in _FLAGS:
       if not isinstance(getattr(self, name), bool):
         raise ConfigError(f'ModelConfig.{name} must be True or False, got {getattr(self, name)!r}.')
-    if self.sliding_window is not None:
-      _positive_int('ModelConfig', 'sliding_window', self.sliding_window)
+    for name in ('sliding_window', 'query_pre_attn_scalar'):
+      if getattr(self, name) is not None:
+        _positive_int('ModelConfig', name, getattr(self, name))
+    for name in ('local_rope_theta', 'attention_soft_cap', 'final_soft_cap'):
+      if getattr(self, name) is not None:
+        _positive_float('ModelConfig', name, getattr(self, name))
+    if self.activation not in _ACTIVATIONS:
+      raise ConfigError(
+        f'ModelConfig.activation must be one of {_ACTIVATIONS}, got {self.activation!r}.'
+      )
     self._check_together()
+    self._check_global_layers()
 
   def _check_together(self) -> None:
     if self.num_heads % self.num_kv_heads:
@@ -114,9 +167,36 @@ class ModelConfig:
       )
     if self.head_dim % 2:
       raise ConfigError(f'ModelConfig.head_dim must be even (rotary pairs), got {self.head_dim=}.')
+    if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or not self.rotary_dim:
+      raise ConfigError(
+        'ModelConfig.partial_rotary_factor must be at most 1 and leave an even part of head_dim, '
+        f'got {self.partial_rotary_factor} of {self.head_dim=}.'
+      )
     factors = self.rope_scaling.factors if self.rope_scaling else ()
-    if factors and len(factors) != self.head_dim // 2:
+    if factors and len(factors) != self.rotary_dim // 2:
       raise ConfigError(
         'RopeScaling.factors must hold one factor for each rotary pair, got '
-        f'{len(factors)} for {self.head_dim=}.'
+        f'{len(factors)} for {self.rotary_dim=}.'
+      )
+
+  def _check_global_layers(self) -> None:
+    layers = self.global_layers
+    if not isinstance(layers, tuple) or not all(type(layer) is int for layer in layers):
+      raise ConfigError(f'ModelConfig.global_layers must be a tuple of numbers, got {layers!r}.')
+    ascending = all(a < b for a, b in itertools.pairwise(layers))
+    if not ascending or any(not 0 <= layer < self.num_layers for layer in layers):
+      raise ConfigError(
+        'ModelConfig.global_layers must be ascending numbers of layers from 0 to '
+        f'{self.num_layers - 1}, got {layers}.'
+      )
+    if layers and (self.sliding_window is None or len(layers) == self.num_layers):
+      raise ConfigError(
+        'ModelConfig.global_layers are those that see all while others have a sliding_window, got '
+        f'{len(layers)} of {self.num_layers} layers and {self.sliding_window=}. Without windows '
+        'leave it empty.'
+      )
+    if self.local_rope_theta is not None and not layers:
+      raise ConfigError(
+        'ModelConfig.local_rope_theta is of the layers that are not in global_layers, which is '
+        'empty. Set rope_theta instead.'
       )

@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,10 +19,12 @@ from safetensors.numpy import save_file
 from rlax_stack.errors import ModelFileError
 from rlax_stack.models.assemble import assemble, check_shapes
 from rlax_stack.models.config import ModelConfig
-from rlax_stack.models.hf_config import config_from_hf, config_to_hf
+from rlax_stack.models.hf_config import config_from_hf
+from rlax_stack.models.hf_export import config_to_hf
 from rlax_stack.models.json_file import read_json_object
 from rlax_stack.models.layout import get_leaf, leaves
 from rlax_stack.models.safetensors_reader import TensorEntry, read_header
+from rlax_stack.models.stored_tensors import StoredTensor, split_entries, stored_tensors
 from rlax_stack.models.tokenizer import Tokenizer
 
 _CONFIG_LIMIT = 2**20  # bytes
@@ -30,6 +32,7 @@ _INDEX_LIMIT = 64 * 2**20
 _SINGLE = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
 _SHARD_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors')
+_Shard = list[tuple[StoredTensor, int | None]]  # tensors of one file, each of a layer or of none
 _FLOAT_NAMES = {'float32': 'float32', 'bfloat16': 'bfloat16', 'float16': 'float16'}
 
 
@@ -50,7 +53,7 @@ def load_hf(
   """
   directory = pathlib.Path(path)
   config = read_hf_config(directory)
-  entries = _entries(directory)
+  entries = split_entries(config, _entries(directory))
   check_shapes(
     config,
     {name: entry.shape for name, entry in entries.items()},
@@ -114,7 +117,9 @@ def save_hf(
     fields |= {'bos_token_id': tokenizer.bos_id, 'eos_token_id': tokenizer.eos_id}
     tokenizer.save(partial)
   _write_json(partial / 'config.json', fields)
-  _write_shards(partial, config, params, dtype, max_shard_bytes)
+  tensors = stored_tensors(config, fused=fields['model_type'] == 'phi3')
+  plan = list(_plan_shards(tensors, config.num_layers, dtype, max_shard_bytes))
+  _write_shards(partial, plan, params, dtype)
   if target.exists():
     target.rmdir()
   partial.rename(target)
@@ -182,46 +187,43 @@ def _check_params(config: ModelConfig, params: Mapping[str, Any]) -> None:
 
 
 def _write_shards(
-  directory: pathlib.Path,
-  config: ModelConfig,
-  params: Mapping[str, Any],
-  dtype: np.dtype,
-  max_shard_bytes: int,
+  directory: pathlib.Path, plan: Sequence[_Shard], params: Mapping[str, Any], dtype: np.dtype
 ) -> None:
-  plan = list(_plan_shards(config, dtype, max_shard_bytes))
-  weight_map = {}
-  for number, names in enumerate(plan, start=1):
+  weight_map, total = {}, 0
+  for number, shard in enumerate(plan, start=1):
     file = _SINGLE if len(plan) == 1 else f'model-{number:05d}-of-{len(plan):05d}.safetensors'
     tensors = {}
-    for name, path, layer in names:
-      value = get_leaf(params, path)
-      tensors[name] = np.ascontiguousarray(value if layer is None else value[layer], dtype)
+    for tensor, layer in shard:
+      name, leaves_of = tensor.name.format(layer), (get_leaf(params, p.path) for p in tensor.parts)
+      parts = [value if layer is None else value[layer] for value in leaves_of]
+      joined = parts[0] if len(parts) == 1 else np.concatenate([np.asarray(x) for x in parts])
+      tensors[name] = np.ascontiguousarray(joined, dtype)
       weight_map[name] = file
+      total += _bytes(tensor, dtype)
     save_file(tensors, directory / file, metadata={'format': 'pt'})
   if len(plan) > 1:
-    total = sum(_leaf_bytes(leaf.full_shape(config), dtype) for leaf in leaves(config))
     index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
     _write_json(directory / _INDEX, index)
 
 
 def _plan_shards(
-  config: ModelConfig, dtype: np.dtype, max_shard_bytes: int
-) -> Iterator[list[tuple[str, tuple[str, ...], int | None]]]:
-  """Names of each shard with their place in the tree, filled in order."""
+  tensors: Sequence[StoredTensor], num_layers: int, dtype: np.dtype, max_shard_bytes: int
+) -> Iterator[_Shard]:
+  """Tensors of each shard, filled in order."""
   shard, size = [], 0
-  for leaf in leaves(config):
-    for layer in range(config.num_layers) if leaf.stacked else (None,):
-      needed = _leaf_bytes(leaf.shape, dtype)
+  for tensor in tensors:
+    needed = _bytes(tensor, dtype)
+    for layer in range(num_layers) if tensor.parts[0].stacked else (None,):
       if shard and size + needed > max_shard_bytes:
         yield shard
         shard, size = [], 0
-      shard.append((leaf.hf_name.format(layer), leaf.path, layer))
+      shard.append((tensor, layer))
       size += needed
   yield shard
 
 
-def _leaf_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-  return int(np.prod(shape)) * dtype.itemsize
+def _bytes(tensor: StoredTensor, dtype: np.dtype) -> int:
+  return int(np.prod(tensor.shape)) * dtype.itemsize
 
 
 def _write_json(path: pathlib.Path, fields: Mapping[str, Any]) -> None:

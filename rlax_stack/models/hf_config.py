@@ -1,16 +1,25 @@
-"""`config.json` of Hugging Face to `ModelConfig` and back.
+"""`config.json` of Hugging Face to `ModelConfig`; the way back is `hf_export.py`.
 
 Only what the decoder really computes is accepted: a field that would change the mathematics
-(another activation, biases elsewhere, layers of mixed kinds) is refused by name, never ignored.
+(another activation, biases elsewhere, attention to later tokens) is refused by name, never ignored.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from rlax_stack.errors import ConfigError, ModelFileError
-from rlax_stack.models.config import ModelConfig, RopeScaling
+from rlax_stack.models.config import LAYER_LIMIT, ModelConfig, RopeScaling
 
-_FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')
+_FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3', 'phi3', 'gemma2', 'gemma3_text')
+_GEMMA = {
+  'num_key_value_heads': 4,
+  'head_dim': 256,
+  'hidden_activation': 'gelu_pytorch_tanh',
+  'query_pre_attn_scalar': 256,
+  'sliding_window': 4096,
+  'tie_word_embeddings': True,
+}
 # What transformers takes for an absent key, where the families differ from llama.
 _DEFAULTS = {
   'llama': {'max_position_embeddings': 2048},
@@ -22,17 +31,33 @@ _DEFAULTS = {
     'sliding_window': 4096,
     'head_dim': 128,
   },
-}
-_ARCHITECTURES = {
-  'llama': 'LlamaForCausalLM',
-  'mistral': 'MistralForCausalLM',
-  'qwen2': 'Qwen2ForCausalLM',
-  'qwen3': 'Qwen3ForCausalLM',
+  'phi3': {
+    'max_position_embeddings': 4096,
+    'original_max_position_embeddings': 4096,
+    'rms_norm_eps': 1e-5,
+  },
+  'gemma2': {
+    **_GEMMA,
+    'max_position_embeddings': 8192,
+    'attn_logit_softcapping': 50.0,
+    'final_logit_softcapping': 30.0,
+    'sliding_window_pattern': 2,
+  },
+  'gemma3_text': {
+    **_GEMMA,
+    'max_position_embeddings': 131072,
+    'rope_theta': 1000000.0,
+    'rope_local_base_freq': 10000.0,
+    'sliding_window_pattern': 6,
+  },
 }
 
 
 def config_from_hf(fields: Mapping[str, Any]) -> ModelConfig:
-  """Reads the fields of a `config.json` of a Llama, Mistral, Qwen2 or Qwen3 model.
+  """Reads the fields of a `config.json` of a Llama, Mistral, Qwen2, Qwen3, Phi-3 or Gemma 2 or 3 text model.
+
+  LongRoPE changes its frequencies past the context of pre-training, once for all tokens of a text; only texts up to
+  there are supported, and `max_context` says so.
 
   Raises:
     ModelFileError: an unknown family, a missing or impossible field, or an unsupported feature.
@@ -51,7 +76,6 @@ def config_from_hf(fields: Mapping[str, Any]) -> ModelConfig:
   if head_dim is None:
     head_dim = _derived_head_dim(hidden, heads)
   kv_heads = merged.get('num_key_value_heads')
-  theta, scaling = _rope(merged)
   try:
     return ModelConfig(
       vocab_size=_required(merged, 'vocab_size'),
@@ -61,65 +85,50 @@ def config_from_hf(fields: Mapping[str, Any]) -> ModelConfig:
       num_heads=heads,
       num_kv_heads=heads if kv_heads is None else kv_heads,
       head_dim=head_dim,
-      rope_theta=theta,
-      rope_scaling=scaling,
       rms_norm_eps=merged.get('rms_norm_eps', 1e-6),
       tie_embeddings=merged.get('tie_word_embeddings', False),
       attention_bias=family == 'qwen2',
-      qk_norm=family == 'qwen3',
-      sliding_window=_sliding_window(family, merged),
-      max_context=merged['max_position_embeddings'],
+      qk_norm=family in ('qwen3', 'gemma3_text'),
+      **_places(family, merged),
+      **(_gemma(merged, head_dim) if family.startswith('gemma') else {}),
     )
   except ConfigError as error:
     raise ModelFileError(f'config.json: {error}') from error
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-  """The fields of a `config.json` that transformers loads as the same model.
-
-  Raises:
-    ModelFileError: a mixture of features that no family of transformers has.
-  """
-  if config.qk_norm and config.attention_bias:
-    raise ModelFileError(
-      'qk_norm together with attention_bias has no Hugging Face family; export needs one of them.'
-    )
-  if config.qk_norm:
-    family = 'qwen3'
-  elif config.attention_bias:
-    family = 'qwen2'
-  else:
-    family = 'llama' if config.sliding_window is None else 'mistral'
-  fields = {
-    'architectures': [_ARCHITECTURES[family]],
-    'model_type': family,
-    'vocab_size': config.vocab_size,
-    'hidden_size': config.hidden_size,
-    'intermediate_size': config.intermediate_size,
-    'num_hidden_layers': config.num_layers,
-    'num_attention_heads': config.num_heads,
-    'num_key_value_heads': config.num_kv_heads,
-    'head_dim': config.head_dim,
-    'hidden_act': 'silu',
-    'max_position_embeddings': config.max_context,
-    'rms_norm_eps': config.rms_norm_eps,
-    'rope_theta': config.rope_theta,
-    'rope_scaling': _scaling_to_hf(config),
-    'tie_word_embeddings': config.tie_embeddings,
-    'attention_dropout': 0.0,
+def _places(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+  """The fields that say how far a token sees, and how places turn queries and keys."""
+  window, global_layers = _windows(family, fields)
+  theta, scaling, max_context = _rope(_flat_rope(family, fields))
+  local_theta = _local_theta(family, fields)
+  if local_theta is not None and window is not None and not global_layers:
+    theta, scaling = local_theta, None
+  if not global_layers or (local_theta == theta and scaling is None):
+    local_theta = None
+  if family == 'phi3' and _positive(window) and window >= max_context:
+    window = None  # no text is longer
+  return {
+    'sliding_window': window,
+    'global_layers': global_layers,
+    'rope_theta': theta,
+    'rope_scaling': scaling,
+    'local_rope_theta': local_theta,
+    'max_context': max_context,
+    'partial_rotary_factor': _partial_rotary_factor(family, fields),
   }
-  if family == 'llama':
-    return {**fields, 'attention_bias': False, 'mlp_bias': False}
-  fields['sliding_window'] = config.sliding_window
-  if family in ('qwen2', 'qwen3'):
-    sliding = config.sliding_window is not None
-    fields |= {
-      'use_sliding_window': sliding,
-      'max_window_layers': 0 if sliding else config.num_layers,
-    }
-  if family == 'qwen3':
-    fields['attention_bias'] = False
-  return fields
+
+
+def _gemma(fields: Mapping[str, Any], head_dim: Any) -> dict[str, Any]:
+  scalar = fields['query_pre_attn_scalar']
+  return {
+    'query_pre_attn_scalar': None if scalar == head_dim else scalar,
+    'attention_soft_cap': fields.get('attn_logit_softcapping'),
+    'final_soft_cap': fields.get('final_logit_softcapping'),
+    'activation': 'gelu_tanh',
+    'post_norms': True,
+    'unit_offset_norms': True,
+    'scale_embeddings': True,
+  }
 
 
 def _required(fields: Mapping[str, Any], name: str) -> Any:
@@ -139,7 +148,15 @@ def _derived_head_dim(hidden: Any, heads: Any) -> int:
 
 
 def _refuse_unsupported(family: str, fields: Mapping[str, Any]) -> None:
-  expected = {'hidden_act': 'silu', 'mlp_bias': False, 'partial_rotary_factor': 1.0}
+  expected: dict[str, Any] = {'mlp_bias': False}
+  if family.startswith('gemma'):
+    expected['hidden_activation'] = 'gelu_pytorch_tanh'
+    if fields.get('use_bidirectional_attention') is not None:
+      expected['use_bidirectional_attention'] = False
+  else:
+    expected['hidden_act'] = 'silu'
+  if family == 'gemma3_text':  # transformers has the field and does not look at it
+    expected['attn_logit_softcapping'] = None
   if family != 'qwen2':  # transformers gives every Qwen2 q, k and v biases whatever this field says
     expected['attention_bias'] = False
   for name, value in expected.items():
@@ -154,95 +171,140 @@ def _refuse_unsupported(family: str, fields: Mapping[str, Any]) -> None:
     )
 
 
-def _sliding_window(family: str, fields: Mapping[str, Any]) -> int | None:
+def _windows(family: str, fields: Mapping[str, Any]) -> tuple[Any, tuple[int, ...]]:
+  """The window, and the layers that see all in spite of it."""
   if family == 'llama':
-    return None
+    return None, ()
   window = fields.get('sliding_window')
-  if family == 'mistral' or window is None:
-    return window
-  if not fields.get('use_sliding_window', False):
-    return None
+  if window is None or family in ('mistral', 'phi3'):
+    return window, ()
+  if family in ('qwen2', 'qwen3') and not fields.get('use_sliding_window', False):
+    return None, ()
   kinds = _attention_kinds(fields)
-  if kinds == {'full'}:
-    return None
-  if kinds != {'sliding'}:
+  if not set(kinds) <= {'full', 'sliding'}:
     raise ModelFileError(
-      f'config.json: layers of mixed attention ({sorted(kinds)}) are not supported. '
-      'Set use_sliding_window to false where the context is shorter than the window.'
+      f'config.json: layer_types {sorted(set(kinds))} are not supported, only full_attention and '
+      'sliding_attention.'
     )
-  return window
+  global_layers = tuple(i for i, kind in enumerate(kinds) if kind == 'full')
+  return (None, ()) if len(global_layers) == len(kinds) else (window, global_layers)
 
 
-def _attention_kinds(fields: Mapping[str, Any]) -> set[str]:
-  layers = fields.get('layer_types')
+def _attention_kinds(fields: Mapping[str, Any]) -> list[str]:
+  """'full' or 'sliding' of each layer, or whatever else the file calls its kind."""
+  layers, count = fields.get('layer_types'), fields.get('num_hidden_layers')
+  first, every = fields.get('max_window_layers', 28), fields.get('sliding_window_pattern')
+  if type(count) is not int or not 0 < count <= LAYER_LIMIT:
+    raise ModelFileError(
+      f'config.json: num_hidden_layers must be from 1 to {LAYER_LIMIT}, got {count!r}.'
+    )
   if isinstance(layers, list):
-    return {str(kind).removesuffix('_attention') for kind in layers}
-  first, count = fields.get('max_window_layers', 28), fields.get('num_hidden_layers')
-  if layers is not None or not isinstance(first, int) or not isinstance(count, int):
+    if len(layers) != count:
+      raise ModelFileError(
+        f'config.json: layer_types are {len(layers)}, but num_hidden_layers is {count}.'
+      )
+    return [str(kind).removesuffix('_attention') for kind in layers]
+  if layers is not None or type(first) is not int or (every is not None and not _positive(every)):
     raise ModelFileError(
-      'config.json: layer_types must be a list, max_window_layers and num_hidden_layers whole '
-      f'numbers, got {layers!r}, {first!r} and {count!r}.'
+      'config.json: layer_types must be a list, max_window_layers and sliding_window_pattern whole '
+      f'numbers, got {layers!r}, {first!r} and {every!r}.'
     )
-  return {'full' if i < first else 'sliding' for i in (0, count - 1)}
+  if every is not None:
+    return ['sliding' if (i + 1) % every else 'full' for i in range(count)]
+  return ['full' if i < first else 'sliding' for i in range(count)]
 
 
-def _rope(fields: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
-  """theta and scaling, from `rope_parameters` (transformers 5) or `rope_scaling` (4)."""
-  new = fields.get('rope_parameters') or {}
-  old = fields.get('rope_scaling') or {}
-  if not isinstance(new, Mapping) or not isinstance(old, Mapping):
-    raise ModelFileError('config.json: rope_parameters and rope_scaling must be objects.')
-  rope = {**old, **new}
+def _positive(value: Any) -> bool:
+  return type(value) is int and value > 0
+
+
+def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+  found = fields.get(name) or {}
+  if not isinstance(found, Mapping):
+    raise ModelFileError(f'config.json: {name} must be an object, got {str(found)[:80]}.')
+  return found
+
+
+def _flat_rope(family: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The fields with `rope_parameters` of the layers that see all, where each kind has its own."""
+  if family != 'gemma3_text':
+    return fields
+  nested = _object(fields, 'rope_parameters')
+  return {**fields, 'rope_parameters': nested.get('full_attention')}
+
+
+def _local_theta(family: str, fields: Mapping[str, Any]) -> Any:
+  """theta of the layers with a window, None where they turn like the others."""
+  if family != 'gemma3_text':
+    return None
+  rope = _object(_object(fields, 'rope_parameters'), 'sliding_attention')
+  kind = rope.get('rope_type', 'default')
+  if kind != 'default':
+    raise ModelFileError(
+      f'config.json: rope_type {kind!r} of sliding_attention is not supported, only default.'
+    )
+  return rope.get('rope_theta', fields['rope_local_base_freq'])
+
+
+def _partial_rotary_factor(family: str, fields: Mapping[str, Any]) -> Any:
+  rope = {**_object(fields, 'rope_scaling'), **_object(fields, 'rope_parameters')}
+  factor = rope.get('partial_rotary_factor', fields.get('partial_rotary_factor', 1.0))
+  if family != 'phi3' and factor != 1.0:
+    raise ModelFileError(
+      f'config.json: partial_rotary_factor={factor!r} of {family} is not supported, only 1.0.'
+    )
+  return factor
+
+
+def _rope(fields: Mapping[str, Any]) -> tuple[Any, RopeScaling | None, Any]:
+  """theta, scaling and context, from `rope_parameters` (transformers 5) or `rope_scaling` (4)."""
+  rope = {**_object(fields, 'rope_scaling'), **_object(fields, 'rope_parameters')}
+  context = fields['max_position_embeddings']
   theta = rope.get('rope_theta', fields.get('rope_theta', 10000.0))
   kind = rope.get('rope_type', rope.get('type', 'default'))
-  if rope.get('partial_rotary_factor', 1.0) != 1.0:
-    raise ModelFileError('config.json: partial_rotary_factor is not supported, only 1.0.')
   try:
     if kind == 'default':
-      return theta, None
+      return theta, None, context
     if kind == 'linear':
-      return theta, RopeScaling(kind='linear', factor=_required(rope, 'factor'))
+      return theta, RopeScaling(kind='linear', factor=_required(rope, 'factor')), context
     if kind == 'llama3':
-      return theta, RopeScaling(
+      scaling = RopeScaling(
         kind='llama3',
         factor=_required(rope, 'factor'),
         low_freq_factor=_required(rope, 'low_freq_factor'),
         high_freq_factor=_required(rope, 'high_freq_factor'),
         original_max_position=_required(rope, 'original_max_position_embeddings'),
       )
-    if kind == 'longrope' and _is_plain_factors(rope):
-      return theta, RopeScaling(kind='factors', factors=tuple(rope['long_factor']))
+      return theta, scaling, context
+    if kind in ('longrope', 'su'):
+      return theta, *_longrope(fields, rope)
   except (ConfigError, TypeError) as error:
     raise ModelFileError(f'config.json: rope_scaling: {error}') from error
   raise ModelFileError(
-    f'config.json: rope_type {kind!r} is not supported. Use default, linear or llama3 scaling.'
+    f'config.json: rope_type {kind!r} is not supported. Use default, linear, llama3 or longrope.'
   )
 
 
-def _is_plain_factors(rope: Mapping[str, Any]) -> bool:
-  """LongRoPE of one list for every length: what `config_to_hf` writes for 'factors'."""
-  return rope.get('attention_factor') == 1.0 and rope.get('long_factor') == rope.get('short_factor')
-
-
-def _scaling_to_hf(config: ModelConfig) -> dict[str, Any] | None:
-  scaling = config.rope_scaling
-  if scaling is None:
-    return None
-  if scaling.kind == 'linear':
-    return {'rope_type': 'linear', 'factor': scaling.factor}
-  if scaling.kind == 'llama3':
-    return {
-      'rope_type': 'llama3',
-      'factor': scaling.factor,
-      'low_freq_factor': scaling.low_freq_factor,
-      'high_freq_factor': scaling.high_freq_factor,
-      'original_max_position_embeddings': scaling.original_max_position,
-    }
-  return {
-    'rope_type': 'longrope',
-    'factor': 1.0,
-    'attention_factor': 1.0,
-    'long_factor': list(scaling.factors),
-    'short_factor': list(scaling.factors),
-    'original_max_position_embeddings': config.max_context,
-  }
+def _longrope(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> tuple[RopeScaling, int]:
+  """The factors of short texts, and the context up to which they hold."""
+  short, long = _required(rope, 'short_factor'), _required(rope, 'long_factor')
+  largest = fields['max_position_embeddings']
+  original = fields.get('original_max_position_embeddings')
+  original = rope.get('original_max_position_embeddings', largest) if original is None else original
+  if not all(_positive(value) and value > 1 for value in (largest, original)):
+    raise ModelFileError(
+      'config.json: max_position_embeddings and original_max_position_embeddings must be whole '
+      f'numbers above 1, got {largest!r} and {original!r}.'
+    )
+  given = {name: rope.get(name) for name in ('factor', 'attention_factor')}
+  for name, value in given.items():
+    if value is not None and (not isinstance(value, int | float) or not value > 0):
+      raise ModelFileError(f'config.json: {name} of longrope must be above 0, got {value!r}.')
+  attention_factor = given['attention_factor']
+  if attention_factor is None:
+    factor = largest / original if given['factor'] is None else given['factor']
+    attention_factor = math.sqrt(1 + max(0.0, math.log(factor)) / math.log(original))
+  scaling = RopeScaling(
+    kind='factors', factors=tuple(short), attention_factor=float(attention_factor)
+  )
+  return scaling, largest if short == long else min(largest, original)

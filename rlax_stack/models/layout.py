@@ -50,8 +50,16 @@ def leaves(config: ModelConfig) -> list[Leaf]:
       _layer('q_norm/scale', (config.head_dim,), 'self_attn.q_norm', 'attn_q_norm'),
       _layer('k_norm/scale', (config.head_dim,), 'self_attn.k_norm', 'attn_k_norm'),
     ]
+  # Gemma calls by the name of the MLP's norm what norms the output of attention.
+  mlp_norm = 'pre_feedforward_layernorm' if config.post_norms else 'post_attention_layernorm'
+  if config.post_norms:
+    after_attn, after_mlp = 'post_attention_layernorm', 'post_feedforward_layernorm'
+    result += [
+      _layer('post_attn_norm/scale', (hidden,), after_attn, 'post_attention_norm'),
+      _layer('post_mlp_norm/scale', (hidden,), after_mlp, 'post_ffw_norm'),
+    ]
   result += [
-    _layer('mlp_norm/scale', (hidden,), 'post_attention_layernorm', 'ffn_norm'),
+    _layer('mlp_norm/scale', (hidden,), mlp_norm, 'ffn_norm'),
     _layer('gate_proj/kernel', (mlp, hidden), 'mlp.gate_proj', 'ffn_gate'),
     _layer('up_proj/kernel', (mlp, hidden), 'mlp.up_proj', 'ffn_up'),
     _layer('down_proj/kernel', (hidden, mlp), 'mlp.down_proj', 'ffn_down'),

@@ -7,23 +7,30 @@ import numpy as np
 from rlax_stack.models.config import ModelConfig, RopeScaling
 
 
-def rope_inverse_frequencies(config: ModelConfig) -> np.ndarray:
+def rope_inverse_frequencies(config: ModelConfig, *, local: bool = False) -> np.ndarray:
   """Angle per position of each rotary pair, radians.
 
-  Pair i turns by theta ** (-2i / head_dim), then scaled as `config.rope_scaling` says. Computed in
+  Pair i turns by theta ** (-2i / rotary_dim), then scaled as `config.rope_scaling` says. Computed in
   float64 and rounded once.
 
-  Returns: float32 [head_dim / 2].
+  Args:
+    config: shape of the model.
+    local: of the layers with a window, where `config.local_rope_theta` is theirs; never scaled.
+
+  Returns: float32 [rotary_dim / 2].
   """
-  exponents = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
-  frequencies = 1.0 / np.float64(config.rope_theta) ** exponents
-  if config.rope_scaling is not None:
+  exponents = np.arange(0, config.rotary_dim, 2, dtype=np.float64) / config.rotary_dim
+  theta = config.rope_theta
+  if local and config.local_rope_theta is not None:
+    theta = config.local_rope_theta
+  frequencies = 1.0 / np.float64(theta) ** exponents
+  if config.rope_scaling is not None and not local:
     frequencies = frequencies / rope_factors(config.rope_scaling, frequencies)
   return frequencies.astype(np.float32)
 
 
 def rope_factors(scaling: RopeScaling, frequencies: np.ndarray) -> np.ndarray:
-  """What each unscaled frequency (float64 [head_dim / 2]) is divided by, float64 of the same shape.
+  """What each unscaled frequency (float64 [rotary_dim / 2]) is divided by, float64 of the same shape.
 
   For 'llama3', with L = original_max_position and wavelength w = 2 pi / f: 1 where
   w < L / high_freq_factor, `factor` where w > L / low_freq_factor, and 1 / ((1 - s) / factor + s)

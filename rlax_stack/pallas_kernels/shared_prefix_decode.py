@@ -25,6 +25,7 @@ from rlax_stack import sharding
 from rlax_stack.pallas_kernels import dispatch, shared_prefix_decode_tpu
 from rlax_stack.pallas_kernels.decode_work import DecodeItems, PrefixView, WorkList, decode_items
 
+NO_WINDOW = 2**30  # a window that is longer than any text
 _NEGATIVE = -1e30  # finite, so that exp(masked - max) is 0 and never NaN
 
 
@@ -42,7 +43,7 @@ class DecodePlan(NamedTuple):
 
   implementation: str  # 'pallas' or 'xla'
   on_gpu: bool  # 'pallas' is the form for Hopper
-  window: int | None
+  oldest: jax.Array | None  # int32 [M], position of the oldest token that each row sees; None: all
   prefix_length: jax.Array  # int32 [M]
   suffix_length: jax.Array  # int32 [M]
   suffix_pages: jax.Array  # int32 [M, S]
@@ -82,7 +83,9 @@ def plan_decode(
   absent, on_gpu = dispatch.no_pallas(device, on_gpu=True), dispatch.is_gpu(device)
   forms = dispatch.WITHOUT_REFERENCE
   chosen = dispatch.choose(name, implementation, absent=absent, measured=not on_gpu, forms=forms)
-  items = None
+  items, oldest = None, None
+  if window is not None:
+    oldest = prefix_length + suffix_length - window
   if chosen == 'pallas':
     items = decode_items(
       work,
@@ -93,8 +96,18 @@ def plan_decode(
       window=window,
     )
   return DecodePlan(
-    chosen, on_gpu, window, prefix_length, suffix_length, suffix_pages, work, items, mesh
+    chosen, on_gpu, oldest, prefix_length, suffix_length, suffix_pages, work, items, mesh
   )
+
+
+def select_plan(sees_all: jax.Array, whole: DecodePlan, windowed: DecodePlan) -> DecodePlan:
+  """`whole` where the bool scalar `sees_all` is true, else `windowed`: for a loop over layers of both kinds.
+
+  Both are plans of one step, `whole` with the window NO_WINDOW.
+  """
+  parts = ((plan.oldest, plan.items) for plan in (whole, windowed))
+  oldest, items = jax.tree.map(lambda a, b: jnp.where(sees_all, a, b), *parts)
+  return windowed._replace(oldest=oldest, items=items)
 
 
 class _Softmax(NamedTuple):
@@ -186,9 +199,8 @@ def _over_prefixes(
     queries = q[rows].transpose(1, 0, 2, 3).reshape(num_kv, columns, head_dim)
     reads = (place >= work.item_first[i] * ratio) & (place < work.item_last[i] * ratio)
     seen = (reads & (token < work.item_length[i])[None])[None]
-    if plan.window is not None:
-      oldest = (plan.prefix_length + plan.suffix_length - plan.window)[rows]
-      visible = (work.item_start[i] + token)[None, :] >= oldest[:, None]
+    if plan.oldest is not None:
+      visible = (work.item_start[i] + token)[None, :] >= plan.oldest[rows][:, None]
       seen = seen & jnp.repeat(visible, ratio, axis=0)[None]
     fresh = work.item_start[i] == 0
     state = jax.tree.map(
@@ -283,7 +295,7 @@ def _attend(
       _gpu_form(plan, q4, prefix, suffix) if plan.on_gpu else shared_prefix_decode_tpu.softmax_state
     )
     state = _Softmax(
-      *softmax_state(q4, prefix, suffix, plan.work, plan.items, layer, _oldest(plan), soft_cap)
+      *softmax_state(q4, prefix, suffix, plan.work, plan.items, layer, plan.oldest, soft_cap)
     )
   else:
     state = _over_prefixes(q4, prefix, plan, layer, soft_cap)
@@ -311,13 +323,6 @@ def _gpu_form(plan: DecodePlan, q: jax.Array, prefix: tuple[Any, ...], suffix: t
   return shared_prefix_decode_gpu.softmax_state
 
 
-def _oldest(plan: DecodePlan) -> jax.Array | None:
-  """Position of the oldest token that each row still sees, or None."""
-  if plan.window is None:
-    return None
-  return plan.prefix_length + plan.suffix_length - plan.window
-
-
 def _over_suffixes(
   state: _Softmax,
   q: jax.Array,
@@ -329,13 +334,12 @@ def _over_suffixes(
   """Adds every row's own tokens; q [M, K, R, Dh]."""
   block_size = tables[0].shape[3]
   offset = jnp.arange(block_size, dtype=jnp.int32)[None, :]
-  oldest = _oldest(plan)
 
   def absorb_block(i: jax.Array, state: _Softmax) -> _Softmax:
     index = i * block_size + offset
     seen = index < plan.suffix_length[:, None]
-    if oldest is not None:
-      seen = seen & (plan.prefix_length[:, None] + index >= oldest[:, None])
+    if plan.oldest is not None:
+      seen = seen & (plan.prefix_length[:, None] + index >= plan.oldest[:, None])
     page = plan.suffix_pages[:, i]
     keys = _Keys._make(
       None if table is None else table.at[layer, page].get(mode='promise_in_bounds')

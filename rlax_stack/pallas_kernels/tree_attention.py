@@ -7,6 +7,7 @@ Not for the rows themselves (`tree_rows`). Invariant: a token that sees only its
 (padding) neither reads nor writes anything of another token: NaN there reaches no other output and no gradient.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -100,6 +101,7 @@ def prepare_tree_attention(
   implementation: str = 'auto',
   mesh: Mesh | None = None,
   visits: int = 0,
+  mixed: bool = False,
 ) -> Attend:
   """Makes the block tables of rows once, for every layer that attends over them.
 
@@ -113,9 +115,11 @@ def prepare_tree_attention(
     implementation: 'auto', 'pallas', 'xla' or 'reference'.
     mesh: None for whole arrays.
     visits: block pairs per row that the kernels' cost estimates count; 0 counts all on or below the diagonal.
+    mixed: some layers see all in spite of the window: the tables of both kinds are made, and each call takes those that
+      the keyword `sees_all`, a bool scalar that may be traced, asks for.
 
   Returns:
-    Function (q, k, v, sinks=None) -> [R, T, H, Dh].
+    Function (q, k, v, sinks=None) -> [R, T, H, Dh]; with `mixed` it needs `sees_all` too.
 
   Raises:
     ValueError, ConfigError: see `tree_attention`.
@@ -133,14 +137,20 @@ def prepare_tree_attention(
     mesh=mesh,
     visits=visits,
   )
+  make, attend = functools.partial(lay_out, kernel), functools.partial(attend_rows, kernel)
   if mesh is not None and mesh.size > 1:
-    return _sharded(kernel, positions, subtree_end, shape, mesh)
-  layout = lay_out(kernel, positions, subtree_end)
+    make, attend = _sharded(kernel, positions, shape, mesh)
+  layout = make(positions, subtree_end)
+  if not mixed:
+    return lambda q, k, v, sinks=None: attend(layout, q, k, v, sinks)
+  # Tokens that all stand at one position are inside every window.
+  whole = make(jnp.zeros_like(positions), subtree_end)
 
-  def attend(q, k, v, sinks=None):
-    return attend_rows(kernel, layout, q, k, v, sinks)
+  def attend_as(q, k, v, sinks=None, *, sees_all):
+    chosen = jax.tree.map(lambda a, b: jnp.where(sees_all, a, b), whole, layout)
+    return attend(chosen, q, k, v, sinks)
 
-  return attend
+  return attend_as
 
 
 def _kernel(implementation, shape, *, tokens, options, mesh, visits) -> Kernel:
@@ -216,8 +226,8 @@ def _check_tree(positions, subtree_end, shape, window, soft_cap):
     raise ValueError(f'soft_cap must be above 0 or None, got {soft_cap=}.')
 
 
-def _sharded(kernel, positions, subtree_end, shape, mesh) -> Attend:
-  """The same under shard_map: rows over data and fsdp, heads over tensor, tokens over context.
+def _sharded(kernel, positions, shape, mesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
+  """`lay_out` and `attend_rows` under shard_map: rows over data and fsdp, heads over tensor, tokens over context.
 
   Over context every device answers its own queries and gathers all keys; the gradient of the gather brings
   theirs back.
@@ -252,12 +262,12 @@ def _sharded(kernel, positions, subtree_end, shape, mesh) -> Attend:
   # Tables differ between the parts of a row, so their leading axis is laid over context as well.
   of_part = P((*_axes(by_row[0]), 'context'))
   layout_specs = Layout._make([by_row, by_row, by_token, P('context'), of_part])
-  # Loop carries start as constants, which vary over no axis.
-  layout = jax.shard_map(
+  # Unchecked, because loop carries start as constants, which vary over no axis.
+  make = jax.shard_map(
     tables_of, mesh=mesh, in_specs=(by_row, by_row), out_specs=layout_specs, check_vma=False
-  )(positions, subtree_end)
+  )
 
-  def attend(q, k, v, sinks=None):
+  def attend(layout, q, k, v, sinks):
     sink_spec = None if sinks is None else rules.spec_for(('heads',))
     return jax.shard_map(
       attend_part,
@@ -267,7 +277,7 @@ def _sharded(kernel, positions, subtree_end, shape, mesh) -> Attend:
       check_vma=False,
     )(layout, q, k, v, sinks)
 
-  return attend
+  return make, attend
 
 
 def _axes(entry) -> tuple[str, ...]:

@@ -34,10 +34,11 @@ def vocabulary_terms(
   extras: Any = None,
   mask: jax.Array | None = None,
   temperature: float = 1.0,
+  soft_cap: float | None = None,
   block: int | None = None,
   mesh: Mesh | None = None,
 ) -> Any:
-  """`function` of log softmax(hidden head^T / temperature), for every token.
+  """`function` of log softmax(cap(hidden head^T) / temperature), cap(x) = soft_cap tanh(x / soft_cap) or x.
 
   The logits are a product in the dtype of `hidden`, accumulated in float32; everything after is float32.
   Differentiable in hidden and head wherever `function` is. What `function` holds by stop_gradient
@@ -51,6 +52,7 @@ def vocabulary_terms(
     extras: pytree of [R, N, ...] arrays, cut with the tokens and given to `function`.
     mask: bool [R, N]; where False the results are 0 and no gradient flows, even if hidden is NaN.
     temperature: > 0, divides the logits before the softmax.
+    soft_cap: > 0, of the logits before the temperature, as in Gemma 2; None for none.
     block: tokens of one row in a tile; None takes 64 tokens on each device.
     mesh: where the rows and the vocabulary are split; None: on one device.
 
@@ -78,6 +80,8 @@ def vocabulary_terms(
     logits = jnp.einsum(
       'snd,svd->snv', split, heads.astype(split.dtype), preferred_element_type=jnp.float32
     )
+    if soft_cap is not None:
+      logits = soft_cap * jnp.tanh(logits / soft_cap)
     log_policy = jax.nn.log_softmax(logits / temperature, axis=-1)
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (targets, extras))
     found = function(log_policy.reshape(-1, log_policy.shape[-1]), *flat)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.rollout.engine_state import EngineConfig
-from rlax_stack.rollout.prefill import attention_blocks, causal_attention
+from rlax_stack.rollout.prefill import attention_blocks, attention_rule, causal_attention
 from rlax_stack.rollout.serving import ServingParams
 
 
@@ -37,16 +37,17 @@ def attention_received(
   batch, length = padded_tokens.shape
   positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
 
-  def attend(q: jax.Array, k: jax.Array, v: jax.Array):
+  def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, sees_all: jax.Array | None = None):
+    rule = attention_rule(config, sees_all)
     received = jnp.zeros((batch, length), jnp.float32)
-    for start, end, weights in attention_blocks(q, k, window=config.sliding_window):
+    for start, end, weights in attention_blocks(q, k, rule):
       queries = positions[:, start:end, None]
       counts = (queries - positions[:, None, :end] >= distance) & (
         queries < true_length[:, None, None]
       )
       mass = jnp.where(counts[:, None, None], weights, 0.0).sum((1, 2, 3))
       received = received.at[:, :end].add(mass / config.num_heads)
-    return causal_attention(q, k, v, window=config.sliding_window), received
+    return causal_attention(q, k, v, rule), received
 
   _, received = decoder.hidden_states_and_aux(
     params.model, config, padded_tokens, positions, attend, compute_dtype=engine.compute_dtype

@@ -16,7 +16,7 @@ import numpy as np
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.pallas_kernels.decode_work import WorkList
-from rlax_stack.pallas_kernels.shared_prefix_decode import plan_decode, shared_prefix_decode
+from rlax_stack.pallas_kernels.shared_prefix_decode import shared_prefix_decode
 from rlax_stack.rollout import attention_scores, prompt_scoring, quantise, serving, speculation
 from rlax_stack.rollout import prefill as prefill_lib
 from rlax_stack.rollout.engine_state import (
@@ -31,6 +31,7 @@ from rlax_stack.rollout.engine_state import (
 )
 from rlax_stack.rollout.row_steps import accept, draw, likeliest, start_rows
 from rlax_stack.rollout.serving import ServingParams
+from rlax_stack.rollout.step_inputs import step_inputs
 
 
 def _logits(
@@ -50,21 +51,12 @@ def _logits(
   # A row that does not decode may have no page, and must not write into another row's.
   outside = engine.suffix_pages + jnp.arange(engine.slots, dtype=jnp.int32)
   page, place = jnp.where(rows.active, page, outside), index % size
-  plan = plan_decode(
-    work,
-    rows.position + 1 - rows.count,
-    jnp.where(rows.active, rows.count, 0),
-    suffix_pages,
-    suffix_page_size=size,
-    window=config.sliding_window,
-    implementation=engine.kernels,
-  )
-  # The barrier keeps sine and cosine from being computed again in every layer.
-  sin, cos = jax.lax.optimization_barrier(serving.column_rotation(config, rows.position))
-  x = decoder.embed(params.model, rows.token, engine.compute_dtype).T
+  of_layer = step_inputs(config, engine, rows, work, suffix_pages)
+  x = decoder.embed(params.model, config, rows.token, engine.compute_dtype).T
 
   def run_layer(layer: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
     x, suffix_k, suffix_v = carry
+    plan, sin, cos = of_layer(layer)
     q, k, v = serving.project_qkv(params, config, layer, x, sin, cos)
     at = (layer, page, slice(None), place)
     suffix_k = quantise.write_table(suffix_k, at, k, unique_indices=True)
@@ -79,6 +71,8 @@ def _logits(
       values,
       plan,
       layer=layer,
+      scale=config.attention_scale,
+      soft_cap=config.attention_soft_cap,
       kv_scales=quantise.decode_scales(*tables),
     )
     return serving.finish_layer(params, config, layer, x, attended), suffix_k, suffix_v

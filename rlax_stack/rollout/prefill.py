@@ -7,13 +7,14 @@ it was asked for, so reuse of stored ones changes no bit.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.pallas_kernels.shared_prefix_decode import NO_WINDOW
 from rlax_stack.rollout.engine_state import EngineConfig, Prefix
 from rlax_stack.rollout.quantise import KVTable, read_table
 from rlax_stack.rollout.serving import ServingParams
@@ -23,8 +24,40 @@ _NEGATIVE = -1e30
 _LEAST_ROWS = 4
 
 
+class AttentionRule(NamedTuple):
+  """How the tokens of one layer see each other."""
+
+  window: Any = None  # int, or int32 [] where layers differ; None sees all
+  scale: float | None = None  # of the scores; None is Dh ** -0.5
+  soft_cap: float | None = None  # scores become cap * tanh(score / cap)
+
+  def seen(self, ages: jax.Array) -> jax.Array:
+    """Whether a query sees a key `ages` (int32) positions back, bool of the same shape."""
+    return ages >= 0 if self.window is None else (ages >= 0) & (ages < self.window)
+
+  def scaled(self, q: jax.Array) -> jax.Array:
+    """Queries [..., Dh] times the scale, in their dtype."""
+    scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+    return (q.astype(jnp.float32) * scale).astype(q.dtype)
+
+  def capped(self, scores: jax.Array) -> jax.Array:
+    """Scores float32, with the cap."""
+    return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
+
+
+CAUSAL = AttentionRule()  # sees all before it
+
+
+def attention_rule(config: ModelConfig, sees_all: jax.Array | None = None) -> AttentionRule:
+  """Of a layer of the model; `sees_all`, bool [], is what the decoder says of it where layers differ."""
+  window: Any = config.sliding_window
+  if sees_all is not None:
+    window = jnp.where(sees_all, NO_WINDOW, window)
+  return AttentionRule(window, config.attention_scale, config.attention_soft_cap)
+
+
 def attention_blocks(
-  q: jax.Array, k: jax.Array, *, window: int | None = None
+  q: jax.Array, k: jax.Array, rule: AttentionRule = CAUSAL
 ) -> Iterator[tuple[int, int, jax.Array]]:
   """Causal softmax weights of q [B, T, H, Dh] over k [B, T, K, Dh], block after block of queries.
 
@@ -32,8 +65,7 @@ def attention_blocks(
   """
   batch, length, heads, dim = q.shape
   kv = k.shape[2]
-  scaled = (q.astype(jnp.float32) * dim**-0.5).astype(q.dtype)
-  grouped = scaled.reshape(batch, length, kv, heads // kv, dim).transpose(0, 2, 3, 1, 4)
+  grouped = rule.scaled(q).reshape(batch, length, kv, heads // kv, dim).transpose(0, 2, 3, 1, 4)
   keys = k.transpose(0, 2, 1, 3)
   for start in range(0, length, _QUERY_BLOCK):
     end = min(start + _QUERY_BLOCK, length)
@@ -43,13 +75,13 @@ def attention_blocks(
       keys[:, :, :end],
       preferred_element_type=jnp.float32,
     )
-    ages = jnp.arange(start, end)[:, None] - jnp.arange(end)[None, :]
-    seen = ages >= 0 if window is None else (ages >= 0) & (ages < window)
-    yield start, end, jax.nn.softmax(jnp.where(seen[None, None, None], scores, _NEGATIVE), axis=-1)
+    seen = rule.seen(jnp.arange(start, end)[:, None] - jnp.arange(end)[None, :])
+    scores = jnp.where(seen[None, None, None], rule.capped(scores), _NEGATIVE)
+    yield start, end, jax.nn.softmax(scores, axis=-1)
 
 
 def causal_attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None
+  q: jax.Array, k: jax.Array, v: jax.Array, rule: AttentionRule = CAUSAL
 ) -> jax.Array:
   """Causal attention of q [B, T, H, Dh] over k, v [B, T, K, Dh] -> [B, T, H, Dh]; softmax in float32."""
   values = v.transpose(0, 2, 1, 3)
@@ -60,7 +92,7 @@ def causal_attention(
       values[:, :, :end],
       preferred_element_type=jnp.float32,
     ).astype(q.dtype)
-    for _, end, weights in attention_blocks(q, k, window=window)
+    for _, end, weights in attention_blocks(q, k, rule)
   ]
   joined = jnp.concatenate(outputs, axis=3)
   return joined.transpose(0, 3, 1, 2, 4).reshape(q.shape)
@@ -77,8 +109,8 @@ def prefill(
   batch, length = padded_tokens.shape
   positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
 
-  def attend(q: jax.Array, k: jax.Array, v: jax.Array):
-    return causal_attention(q, k, v, window=config.sliding_window), (k, v)
+  def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, sees_all: jax.Array | None = None):
+    return causal_attention(q, k, v, attention_rule(config, sees_all)), (k, v)
 
   hidden, (k, v) = decoder.hidden_states_and_aux(
     params.model, config, padded_tokens, positions, attend, compute_dtype=engine.compute_dtype
@@ -99,37 +131,38 @@ def prefill_more(
 ) -> Prefix:
   """Runs the next pieces int32 [B, C] of prefixes whose `context` [B] tokens before lie in `pages` [B, N].
 
-  Whole pages of the context pass one after another through a float32 online softmax, as far as the longest context.
+  Whole pages of the context pass one after another through a float32 online softmax, from the first that anyone sees to
+  the end of the longest context.
   """
   batch, length = padded_tokens.shape
   positions = context[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
   size = engine.page_size
   token = jnp.arange(size, dtype=jnp.int32)
 
-  def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array):
-    scaled = (q.astype(jnp.float32) * config.head_dim**-0.5).astype(q.dtype)
+  def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, *, sees_all: Any = None):
+    rule = attention_rule(config, sees_all)
     kv, ratio = k.shape[2], q.shape[2] // k.shape[2]
-    queries = scaled.reshape(batch, length, kv, ratio, -1).transpose(0, 2, 3, 1, 4)
+    queries = rule.scaled(q).reshape(batch, length, kv, ratio, -1).transpose(0, 2, 3, 1, 4)
 
     def absorb_page(i: jax.Array, state: _Softmax) -> _Softmax:
       at = (layer, pages[:, i])
       keys, values = (read_table(table, at, q.dtype) for table in (prefix_k, prefix_v))
       place = i * size + token
       seen = (place[None] < context[:, None])[:, None, :]
-      if config.sliding_window is not None:
-        seen = seen & (positions[:, :, None] - place[None, None, :] < config.sliding_window)
-      return _absorb(state, queries, keys, values, jnp.broadcast_to(seen, (batch, length, size)))
+      if rule.window is not None:
+        seen = seen & (positions[:, :, None] - place[None, None, :] < rule.window)
+      seen = jnp.broadcast_to(seen, (batch, length, size))
+      return _absorb(rule, state, queries, keys, values, seen)
 
+    first = 0  # page that somebody sees
+    if rule.window is not None:
+      first = jnp.maximum(jnp.min(context) + 1 - rule.window, 0) // size
     state = _empty(queries)
-    state = jax.lax.fori_loop(0, jnp.max(context) // size, absorb_page, state)
-    ages = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-    seen = ages >= 0
-    if config.sliding_window is not None:
-      seen = seen & (ages < config.sliding_window)
+    state = jax.lax.fori_loop(first, jnp.max(context) // size, absorb_page, state)
+    seen = rule.seen(jnp.arange(length)[:, None] - jnp.arange(length)[None, :])
+    seen = jnp.broadcast_to(seen[None], (batch, length, length))
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    state = _absorb(
-      state, queries, keys, values, jnp.broadcast_to(seen[None], (batch, length, length))
-    )
+    state = _absorb(rule, state, queries, keys, values, seen)
     out = (state.values / state.total[..., None]).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape), (k, v)
 
@@ -163,12 +196,17 @@ def _empty(queries: jax.Array) -> _Softmax:
 
 
 def _absorb(
-  state: _Softmax, queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array
+  rule: AttentionRule,
+  state: _Softmax,
+  queries: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  seen: jax.Array,
 ) -> _Softmax:
   """Adds keys and values [B, K, S, Dh], seen bool [B, T, S], to the softmax of queries [B, K, R, T, Dh]."""
   scores = jnp.einsum('bkrtd,bksd->bkrts', queries, keys, preferred_element_type=jnp.float32)
   seen = seen[:, None, None]
-  scores = jnp.where(seen, scores, _NEGATIVE)
+  scores = jnp.where(seen, rule.capped(scores), _NEGATIVE)
   largest = jnp.maximum(state.largest, scores.max(-1))
   # Where nothing was seen yet, largest is as low as the scores: their weights must be 0, not 1.
   weights = jnp.where(seen, jnp.exp(scores - largest[..., None]), 0.0)
@@ -195,4 +233,4 @@ def _last_logits(
     (((1,), (1,)), ((), ())),
     preferred_element_type=jnp.float32,
   )
-  return logits[:batch]
+  return decoder.capped(config, logits[:batch])

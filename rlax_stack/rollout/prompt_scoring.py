@@ -14,7 +14,7 @@ from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.pallas_kernels.fused_log_prob import fused_log_prob
 from rlax_stack.rollout.engine_state import EngineConfig
-from rlax_stack.rollout.prefill import causal_attention
+from rlax_stack.rollout.prefill import attention_rule, causal_attention
 from rlax_stack.rollout.serving import ServingParams
 
 
@@ -55,7 +55,7 @@ def score(
     config,
     padded_tokens,
     positions,
-    lambda q, k, v: causal_attention(q, k, v, window=config.sliding_window),
+    lambda q, k, v, **kind: causal_attention(q, k, v, attention_rule(config, **kind)),
     compute_dtype=engine.compute_dtype,
   )
   targets = jnp.roll(padded_tokens, -1, axis=1).reshape(-1)
@@ -64,6 +64,7 @@ def score(
     decoder.lm_head(params.model, config),
     targets,
     mask=(positions + 1 < true_length[:, None]).reshape(-1),
+    soft_cap=config.final_soft_cap,
     top_k=min(engine.max_top_log_probs, config.vocab_size) if tops else 0,
     implementation=engine.kernels,
   )

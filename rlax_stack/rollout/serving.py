@@ -17,6 +17,7 @@ from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.quantised import Kernel, QuantisedKernel, columns_product
 from rlax_stack.models.rope import rope_inverse_frequencies
+from rlax_stack.models.rotary import sine_and_cosine
 
 
 class ServingParams(NamedTuple):
@@ -63,26 +64,32 @@ def fuse_bias(stacked: decoder.Params, dtype: Any) -> jax.Array:
   return jnp.concatenate([stacked[f'{n}_proj']['bias'].astype(dtype) for n in 'qkv'], axis=1)
 
 
-def column_rotation(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Sine and cosine, float32 [1, Dh // 2, M], of int32 positions [M]."""
-  frequencies = rope_inverse_frequencies(config).reshape(-1, 1)
-  angles = frequencies * positions.astype(jnp.float32)[None, :]
-  return jnp.sin(angles)[None], jnp.cos(angles)[None]
+def column_rotation(
+  config: ModelConfig, positions: jax.Array, *, local: bool = False
+) -> tuple[jax.Array, jax.Array]:
+  """Sine and cosine, float32 [1, rotary_dim / 2, M], of int32 positions [M]; arguments as `rotary.rotation`."""
+  frequencies = rope_inverse_frequencies(config, local=local).reshape(-1, 1)
+  angles = positions.astype(jnp.float32)[None, :] * frequencies
+  sin, cos = sine_and_cosine(config, angles, local=local)
+  return sin[None], cos[None]
 
 
 def _rotate(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-  """Half-rotation of x [heads, Dh, M]."""
+  """Half-rotation of x [heads, Dh, M]; features past the rotary ones stay."""
+  turning = 2 * sin.shape[1]
+  if turning < x.shape[1]:
+    return jnp.concatenate((_rotate(x[:, :turning], sin, cos), x[:, turning:]), axis=1)
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=1)
   turned = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=1)
   return turned.astype(x.dtype)
 
 
-def _norm(scale: jax.Array, x: jax.Array, epsilon: float) -> jax.Array:
+def _norm(config: ModelConfig, scale: jax.Array, x: jax.Array) -> jax.Array:
   """RMS norm over the second axis from the end, x [..., D, M]."""
   wide = x.astype(jnp.float32)
-  inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -2, keepdims=True) + epsilon)
-  shape = (1,) * (x.ndim - 2) + (-1, 1)
-  return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype).reshape(shape)
+  inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -2, keepdims=True) + config.rms_norm_eps)
+  scale = scale.astype(x.dtype).reshape((1,) * (x.ndim - 2) + (-1, 1))
+  return decoder.scaled_norm(wide * inverse, scale, unit_offset=config.unit_offset_norms)
 
 
 def _product(params: ServingParams, name: str, layer: jax.Array, x: jax.Array) -> jax.Array:
@@ -100,16 +107,16 @@ def project_qkv(
   cos: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """x [D, M] -> q [M, H, Dh], k and v [M, K, Dh] of int32 layer []: normed, projected and rotated."""
-  stacked, epsilon = params.model['layers'], config.rms_norm_eps
-  y = _product(params, 'qkv', layer, _norm(stacked['attn_norm']['scale'][layer], x, epsilon))
+  stacked = params.model['layers']
+  y = _product(params, 'qkv', layer, _norm(config, stacked['attn_norm']['scale'][layer], x))
   if params.qkv_bias is not None:
     y = y + params.qkv_bias[layer][:, None]
   y = y.reshape(-1, config.head_dim, x.shape[1])
   heads, kv = config.num_heads, config.num_kv_heads
   q, k, v = jnp.split(y, (heads, heads + kv), axis=0)
   if config.qk_norm:
-    q = _norm(stacked['q_norm']['scale'][layer], q, epsilon)
-    k = _norm(stacked['k_norm']['scale'][layer], k, epsilon)
+    q = _norm(config, stacked['q_norm']['scale'][layer], q)
+    k = _norm(config, stacked['k_norm']['scale'][layer], k)
   q, k, v = (z.transpose(2, 0, 1) for z in (_rotate(q, sin, cos), _rotate(k, sin, cos), v))
   return q, k, v
 
@@ -122,17 +129,23 @@ def finish_layer(
   attended: jax.Array,
 ) -> jax.Array:
   """Adds attention's output [M, H, Dh] and the MLP of int32 layer [] to x [D, M]."""
+  stacked = params.model['layers']
+
+  def added(x: jax.Array, y: jax.Array, post_norm: str) -> jax.Array:
+    return x + (_norm(config, stacked[post_norm]['scale'][layer], y) if config.post_norms else y)
+
   columns = attended.reshape(x.shape[1], -1).astype(x.dtype).T
-  x = x + _product(params, 'o', layer, columns)
-  scale = params.model['layers']['mlp_norm']['scale'][layer]
-  both = _product(params, 'gate_up', layer, _norm(scale, x, config.rms_norm_eps))
+  x = added(x, _product(params, 'o', layer, columns), 'post_attn_norm')
+  both = _product(params, 'gate_up', layer, _norm(config, stacked['mlp_norm']['scale'][layer], x))
   gate, up = jnp.split(both, 2, axis=0)
-  return x + _product(params, 'down', layer, jax.nn.silu(gate) * up)
+  gated = decoder.ACTIVATIONS[config.activation](gate) * up
+  return added(x, _product(params, 'down', layer, gated), 'post_mlp_norm')
 
 
 def logits_of(params: ServingParams, config: ModelConfig, x: jax.Array) -> jax.Array:
   """Hidden states x [D, M] before the final norm -> logits float32 [V, M]."""
-  normed = _norm(params.model['final_norm']['scale'], x, config.rms_norm_eps)
-  return jnp.matmul(
-    decoder.lm_head(params.model, config), normed, preferred_element_type=jnp.float32
+  normed = _norm(config, params.model['final_norm']['scale'], x)
+  return decoder.capped(
+    config,
+    jnp.matmul(decoder.lm_head(params.model, config), normed, preferred_element_type=jnp.float32),
   )

@@ -15,12 +15,23 @@ from rlax_stack.models.layout import get_leaf, leaves
 from rlax_stack.models.safetensors_reader import read_header
 
 _INDEX = 'model.safetensors.index.json'
+_GEMMA = {
+  'activation': 'gelu_tanh',
+  'post_norms': True,
+  'unit_offset_norms': True,
+  'scale_embeddings': True,
+  'sliding_window': 4,
+  'global_layers': (1,),
+}
 _VARIANTS = [
   {},
   {'tie_embeddings': False, 'rope_scaling': RopeScaling(kind='llama3', factor=8.0)},
   {'sliding_window': 4, 'tie_embeddings': False},
   {'attention_bias': True},
   {'qk_norm': True, 'head_dim': 16},
+  {'partial_rotary_factor': 0.5, 'sliding_window': 4},
+  {**_GEMMA, 'attention_soft_cap': 50.0, 'final_soft_cap': 30.0, 'query_pre_attn_scalar': 4},
+  {**_GEMMA, 'qk_norm': True, 'rope_theta': 1e6, 'local_rope_theta': 1e4},
 ]
 
 

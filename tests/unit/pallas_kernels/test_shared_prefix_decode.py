@@ -19,8 +19,10 @@ from rlax_stack.pallas_kernels.decode_work import (
   rows_per_read,
 )
 from rlax_stack.pallas_kernels.shared_prefix_decode import (
+  NO_WINDOW,
   KVScales,
   plan_decode,
+  select_plan,
   shared_prefix_decode,
   shared_prefix_decode_reference,
 )
@@ -97,6 +99,30 @@ def decode(request, monkeypatch):
 
   yield run
   _run.clear_cache()
+
+
+@pytest.mark.parametrize('form', ['xla', 'pallas'])
+def test_layers_of_both_kinds_take_their_own_plan(form, monkeypatch):
+  if form == 'pallas':
+    interpreted = functools.partial(shared_prefix_decode_tpu.softmax_state, interpret=True)
+    monkeypatch.setattr(shared_prefix_decode_tpu, 'softmax_state', interpreted)
+    monkeypatch.setattr('rlax_stack.pallas_kernels.dispatch.choose', lambda *a, **k: a[1])
+  arrays = tuple(map(jnp.asarray, _arrays()))
+
+  @jax.jit
+  def decode(work, sees_all, layer):
+    options = {'suffix_page_size': arrays[3].shape[3], 'implementation': form}
+    whole, near = (
+      plan_decode(work, _prefix_length(), *map(jnp.asarray, _OWN), window=window, **options)
+      for window in (NO_WINDOW, 6)
+    )
+    return shared_prefix_decode(*arrays, select_plan(sees_all, whole, near), layer=layer)
+
+  live = [i for i, view in enumerate(_VIEWS) if view]
+  for sees_all, layer, window in ((True, 0, None), (False, 1, 6)):
+    got = decode(_work(), jnp.asarray(sees_all), jnp.int32(layer))
+    want = shared_prefix_decode_reference(*_arrays(), *_OWN, _VIEWS, layer=layer, window=window)
+    np.testing.assert_allclose(np.asarray(got)[live], want[live], atol=2e-6)
 
 
 @pytest.mark.parametrize('window', [None, 1, 6])

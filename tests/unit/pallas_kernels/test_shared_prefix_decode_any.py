@@ -73,7 +73,8 @@ def _run(arrays, work, prefix_length, own, sinks, *, form, window, soft_cap):
   if form != 'xla':
     items = decode_items(work, prefix_length, own, _OWN_PAGES, page_size=_BLOCK, window=window)
   pages = jnp.asarray(_OWN_PAGES)
-  plan = DecodePlan(form, False, window, prefix_length, own, pages, work, items, None)
+  oldest = None if window is None else prefix_length + own - window
+  plan = DecodePlan(form, False, oldest, prefix_length, own, pages, work, items, None)
   return shared_prefix_decode(*arrays, plan, soft_cap=soft_cap, sinks=sinks)
 
 

@@ -256,6 +256,30 @@ def test_one_preparation_serves_every_layer():
   assert 'sort[' not in loop
 
 
+@pytest.mark.parametrize(
+  ('implementation', 'sizes'),
+  [('xla', None), ('reference', None), ('xla', {'fsdp': 2}), ('xla', {'context': 2, 'tensor': 2})],
+)
+def test_layers_of_both_kinds_take_their_own_tables(implementation, sizes):
+  mesh = sizes and sharding.make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
+  q, k, v, positions, ends, _ = _inputs([_layout(THREE_LEVELS, 256), _layout(SEQUENCES, 256)])
+  options = {'implementation': implementation, 'mesh': mesh}
+
+  @jax.jit
+  def layers(q):
+    shape = AttentionShape(4, 2, 16, q.dtype)
+    attend = prepare_tree_attention(
+      positions, ends, shape=shape, window=11, mixed=True, scale=0.3, soft_cap=2.0, **options
+    )
+    kinds = jnp.asarray([True, False])
+    return jax.lax.map(lambda sees_all: attend(q, k, v, sees_all=sees_all), kinds)
+
+  for got, window in zip(layers(q), (None, 11), strict=True):
+    rules = {'window': window, 'scale': 0.3, 'soft_cap': 2.0}
+    want = tree_attention(q, k, v, positions, ends, implementation='reference', **rules)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
 def test_mesh_errors_say_what_to_change():
   inputs = _inputs([_layout(THREE_LEVELS, 150)])[:5]
   context = sharding.make_mesh({'context': 2}, jax.devices()[:2])

@@ -73,6 +73,17 @@ def test_values_are_those_of_the_whole_distribution(block):
   assert found['ids'].dtype == jnp.int32 and found['top'].shape == (4, 7, 3)
 
 
+def test_capped_logits_are_divided_by_the_temperature():
+  hidden, head, targets, _ = _inputs()
+  found = vocabulary_terms(
+    hidden, head, targets, lambda p, t, e: p, temperature=TEMPERATURE, soft_cap=1.5
+  )
+  logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T
+  logits = 1.5 * np.tanh(logits / 1.5) / TEMPERATURE
+  want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  np.testing.assert_allclose(found, want, atol=2e-6)
+
+
 def test_gradient_is_that_of_finite_differences():
   hidden, head, targets, extras = _inputs(rows=2, count=3)
   d_hidden, d_head = _grads(hidden, head, targets, extras, block=2)

@@ -11,7 +11,7 @@ from rlax_stack.models import decoder
 from rlax_stack.rollout import prefill
 from rlax_stack.rollout.attention_scores import attention_received
 from rlax_stack.rollout.engine import Engine
-from rlax_stack.rollout.prefill import attention_blocks, causal_attention
+from rlax_stack.rollout.prefill import AttentionRule, attention_blocks, causal_attention
 from rlax_stack.rollout.scheduler import Scheduler
 from rlax_stack.rollout.score_batches import attention_in_text, with_attention
 
@@ -24,7 +24,7 @@ def _brute_force(tiny, tokens, distance, window=None):
     tiny.MODEL,
     jnp.asarray(tokens)[None],
     positions,
-    lambda q, k, v: (causal_attention(q, k, v, window=window), (q, k)),
+    lambda q, k, v: (causal_attention(q, k, v, AttentionRule(window)), (q, k)),
   )
   q, k = (np.asarray(x, np.float64)[:, 0] for x in (q, k))  # [L, T, heads, Dh]
   k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)

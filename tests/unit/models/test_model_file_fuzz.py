@@ -10,7 +10,8 @@ from rlax_stack.errors import ModelFileError
 from rlax_stack.models.chat_template import render_chat
 from rlax_stack.models.gguf import load_gguf
 from rlax_stack.models.hf import load_hf, save_hf
-from rlax_stack.models.hf_config import config_from_hf, config_to_hf
+from rlax_stack.models.hf_config import config_from_hf
+from rlax_stack.models.hf_export import config_to_hf
 from rlax_stack.models.json_file import parse_json_object
 from rlax_stack.models.layout import get_leaf, leaves
 from rlax_stack.models.safetensors_reader import read_header

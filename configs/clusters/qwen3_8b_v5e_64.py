@@ -1,0 +1,28 @@
+"""Qwen3-8B on 64 v5e chips.
+
+    python -m rlax_stack.plan --config=configs/clusters/qwen3_8b_v5e_64.py
+
+For training set config.model.path to the model's folder.
+"""
+
+from configs import base
+
+
+def get_config():
+  """The base config for this machine."""
+  config = base.get_config()
+  config.name = 'qwen3_8b_v5e_64'
+  config.model.path = 'shape:qwen3_8b'
+  config.plan.topology = 'v5e:8x8'
+  config.learner.mesh.fsdp = 16
+  config.learner.mesh.tensor = 4
+  config.learner.remat = 'layer'
+  config.learner.row_length = 4096
+  config.learner.micro_batch_tokens = 4096
+  config.rollout.groups_per_step = 64
+  config.rollout.group_size = 16
+  config.rollout.max_prompt_tokens = 1024
+  config.rollout.max_tokens = 3072
+  config.rollout.slots = 32
+  config.fleet.max_staleness = 1
+  return config

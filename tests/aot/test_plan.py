@@ -1,0 +1,29 @@
+"""Plans of reference configs for described TPU slices: the learner's own step compiled, and what it says of memory."""
+
+import importlib
+
+import pytest
+
+from rlax_stack import plan
+from rlax_stack.config import from_config_dict
+from rlax_stack.planning.make_plan import make_plan
+from rlax_stack.planning.topologies import describe
+
+pytest.importorskip('libtpu')
+
+_QUICK = ['qwen3_0p6b_v5e_8']
+_SLOW = ['qwen3_8b_v5e_64', 'qwen3_8b_v6e_16', 'qwen3_32b_v5p_1024', 'llama3_70b_v6e_256']
+
+
+@pytest.mark.parametrize(
+  'name', [*_QUICK, *(pytest.param(name, marks=pytest.mark.aot_all) for name in _SLOW)]
+)
+def test_reference_configs_fit(name):
+  module = importlib.import_module(f'configs.clusters.{name}')
+  config = from_config_dict(module.get_config())
+  report = make_plan(config, plan.shape_of(config), describe(config.plan.topology))
+  print(report.text())
+  assert report.summary['fits'] and 0.02 < report.summary['hbm_free_fraction'] < 1
+  assert 0.05 < report.summary['modelled_mfu'] < 1
+  if name == 'qwen3_32b_v5p_1024':
+    assert report.summary['hbm_free_fraction'] >= 0.2 and report.summary['row_length'] == 32768

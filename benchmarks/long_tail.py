@@ -144,7 +144,7 @@ def measure_long_tail(config: ModelConfig, params: Any, dtype: Any) -> dict[str,
     slots=_SLOTS,
     max_prompt_tokens=_PROMPT_TOKENS,
     max_new_tokens=_LONGEST,
-    prefill_tokens=_BATCH * _PROMPT_TOKENS,
+    prefill_tokens=_PROMPT_TOKENS,  # prompts come one by one, and padding costs as much as a prompt
     compute_dtype=dtype,
   )
   engine = Engine(config, sizes)

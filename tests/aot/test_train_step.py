@@ -47,7 +47,7 @@ def test_layers_of_an_8b_model(generation, make_tpu_mesh, less_effort):
   batch = PackedBatch(
     **{
       name: jax.ShapeDtypeStruct(
-        (4, 2, 8192), _DTYPES.get(name, jnp.int32), sharding=rows_sharding(mesh)
+        (2, 2, 4096), _DTYPES.get(name, jnp.int32), sharding=rows_sharding(mesh)
       )
       for name in fields
     }

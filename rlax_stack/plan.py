@@ -8,6 +8,7 @@ slice that is only described. A GPU node (h100:8) is planned on virtual CPU devi
 says so. --topology goes before config.plan.topology. The last line is JSON.
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
 
@@ -26,7 +27,7 @@ from rlax_stack.errors import ConfigError
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.load import describe_model
 from rlax_stack.models.shapes import SCHEME, known_shape
-from rlax_stack.planning.make_plan import make_plan
+from rlax_stack.plan_of_config import make_plan
 from rlax_stack.planning.report import Report
 from rlax_stack.planning.topologies import describe, virtual_devices
 
@@ -54,7 +55,8 @@ def plan(argv: Sequence[str]) -> Report:
   if not name:
     raise ConfigError('no topology was given. Add for example --topology=v5e:8x8.')
   if virtual_devices(name) > 1:
-    jax.config.update('jax_num_cpu_devices', virtual_devices(name))
+    with contextlib.suppress(RuntimeError):  # jax has its devices already: `describe` counts them
+      jax.config.update('jax_num_cpu_devices', virtual_devices(name))
   report = make_plan(config, shape_of(config), describe(name))
   if values['out'].value:
     report.save(values['out'].value)

@@ -63,7 +63,8 @@ def count_compiled(text: str, *, unknown_trips: int = 1) -> CompiledCounts:
     unknown_trips: how often a loop without a known number runs.
   """
   computations, entry = _computations(text)
-  calls, sent, flops = dict.fromkeys(COLLECTIVES, 0.0), dict.fromkeys(COLLECTIVES, 0.0), 0.0
+  calls: dict[str, float] = dict.fromkeys(COLLECTIVES, 0.0)
+  sent, flops = dict(calls), 0.0
   for times, name in _runs(computations, entry, unknown_trips):
     shapes = {operation.name: operation.result for operation in computations[name]}
     for operation in computations[name]:
@@ -129,6 +130,12 @@ def _group_size(rest: str) -> int:
   iota = re.search(r'replica_groups=\[(\d+),(\d+)\]', rest)
   if iota:
     return int(iota[2])
+  named = re.search(r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}', rest)
+  if named:
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+    # An axis, or a part of one: 'name':(before)size.
+    axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])
+    return math.prod(int(part) if part else sizes[name] for name, part in axes)
   listed = re.search(r'replica_groups=\{\{([\d,]*)\}', rest)
   return len(listed[1].split(',')) if listed else 2
 

@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import jax
-from jax.extend import core
 
 
 def traced_flops(function: Any, *arguments: Any, unknown_trips: int = 1) -> float:
@@ -51,10 +50,9 @@ def _inner(params: dict[str, Any]) -> list[Any]:
   """Programs within an equation."""
   found = []
   for value in params.values():
-    if isinstance(value, core.ClosedJaxpr):
-      found.append(value.jaxpr)
-    elif isinstance(value, core.Jaxpr):
-      found.append(value)
+    program = getattr(value, 'jaxpr', value)  # closed or not
+    if hasattr(program, 'eqns'):
+      found.append(program)
   return found
 
 

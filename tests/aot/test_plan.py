@@ -6,18 +6,22 @@ import pytest
 
 from rlax_stack import plan
 from rlax_stack.config import from_config_dict
-from rlax_stack.planning.make_plan import make_plan
+from rlax_stack.plan_of_config import make_plan
 from rlax_stack.planning.topologies import describe
 
 pytest.importorskip('libtpu')
 
-_QUICK = ['qwen3_0p6b_v5e_8']
-_SLOW = ['qwen3_8b_v5e_64', 'qwen3_8b_v6e_16', 'qwen3_32b_v5p_1024', 'llama3_70b_v6e_256']
+_PLANNED = [
+  'qwen3_0p6b_v5e_8',
+  'qwen3_8b_v5e_64',
+  'qwen3_8b_v6e_16',
+  'qwen3_32b_v5p_1024',
+  'llama3_70b_v6e_256',
+]
 
 
-@pytest.mark.parametrize(
-  'name', [*_QUICK, *(pytest.param(name, marks=pytest.mark.aot_all) for name in _SLOW)]
-)
+@pytest.mark.aot_all
+@pytest.mark.parametrize('name', _PLANNED)
 def test_reference_configs_fit(name):
   module = importlib.import_module(f'configs.clusters.{name}')
   config = from_config_dict(module.get_config())

@@ -93,6 +93,7 @@ def test_what_a_tpu_program_says():
 ENTRY %main (x: bf16[16,64]) -> bf16[16,64] {
   %x = bf16[16,64]{1,0} parameter(0)
   %cp = bf16[16,64]{1,0} collective-permute(%x), source_target_pairs={{0,1}}
+  %aa = bf16[16,64]{1,0} all-to-all(%x), replica_groups=mesh['a'=2,'b'=8] {'a','b':(2)4}, dimensions={0}
   ROOT %loop = (bf16[16,64]) while(%x), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"10"}}
 }
 """
@@ -100,5 +101,6 @@ ENTRY %main (x: bf16[16,64]) -> bf16[16,64] {
   assert counts.sent_bytes['all-gather'] == 10 * 16 * 64 * 2 * 3 / 4
   assert counts.sent_bytes['reduce-scatter'] == 10 * 16 * 64 * 4 * 3 / 4
   assert counts.sent_bytes['collective-permute'] == 16 * 64 * 2
+  assert counts.sent_bytes['all-to-all'] == 16 * 64 * 2 * 7 / 8
   assert counts.calls['all-gather'] == 10
   assert counts.product_flops == 10 * 2 * 16 * 64 * 32

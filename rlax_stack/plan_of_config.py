@@ -81,33 +81,6 @@ def _report(
   step_s = settings.updates_per_batch * times.serial_s + passes * scoring.serial_s
   needed = _needed_flops(config, model) * settings.updates_per_batch
   mfu = needed / (count * kind.matmul_flops * step_s)
-  memory = (
-    *_state_lines(held, kind.hbm_bytes),
-    Line('temporaries of the train step', gib(train.temporary_bytes), _COMPILED),
-    Line('temporaries of scoring', gib(score.temporary_bytes), _COMPILED),
-    Line('used by the train step', gib(used), _COMPILED),
-    Line('free', f'{free:.1%}', _COMPILED),
-  )
-  work = (
-    Line(
-      'FLOPs of a step', f'{train.flops:.4g}', f'{_COUNTED}, recomputation and padding included'
-    ),
-    Line(
-      'FLOPs that are needed',
-      f'{needed:.4g}',
-      f'{_COUNTED}: no recomputation, full prompts and samples',
-    ),
-    Line(
-      'products on a device', f'{train.counts.product_flops:.4g}', f'{_COMPILED}, kernels left out'
-    ),
-    *(
-      Line(
-        f'{name} sent by a device', gib(sent), f'{_COMPILED}, {train.counts.calls[name]:.0f} calls'
-      )
-      for name, sent in train.counts.sent_bytes.items()
-      if sent
-    ),
-  )
   time = (
     Line('computing', seconds(times.compute_s), f"{_MODELLED}: at the maker's rate"),
     Line('sending', seconds(times.send_s), f'{_MODELLED}: over one pair of links'),
@@ -128,14 +101,53 @@ def _report(
     'compile_s': round(train.compile_s + score.compile_s, 1),
     'peak_host_gib': round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
   }
+  if free < 0:
+    summary |= _cure(held, kind.hbm_bytes) | {'reason': f'the step needs {gib(used)} of a device'}
   sections = (
-    ('memory of a device', memory),
-    ('work of a train step', work),
+    ('memory of a device', _memory_lines(held, train, score, kind.hbm_bytes)),
+    ('work of a train step', _work_lines(train, needed)),
     ('time', time),
     ('rollout', engine),
     ('fleet', fleet),
   )
   return Report(title=title, sections=sections, summary=summary)
+
+
+def _memory_lines(
+  held: StateBytes, train: ProgramFigures, score: ProgramFigures, capacity: float
+) -> tuple[Line, ...]:
+  used = train.argument_bytes + train.temporary_bytes
+  free = 1 - used / capacity
+  return (
+    *_state_lines(held, capacity),
+    Line('temporaries of the train step', gib(train.temporary_bytes), _COMPILED),
+    Line('temporaries of scoring', gib(score.temporary_bytes), _COMPILED),
+    Line('used by the train step', gib(used), _COMPILED),
+    Line('free', f'{free:.1%}', _COMPILED),
+  )
+
+
+def _work_lines(train: ProgramFigures, needed: float) -> tuple[Line, ...]:
+  return (
+    Line(
+      'FLOPs of a step', f'{train.flops:.4g}', f'{_COUNTED}, recomputation and padding included'
+    ),
+    Line(
+      'FLOPs that are needed',
+      f'{needed:.4g}',
+      f'{_COUNTED}: no recomputation, full prompts and samples',
+    ),
+    Line(
+      'products on a device', f'{train.counts.product_flops:.4g}', f'{_COMPILED}, kernels left out'
+    ),
+    *(
+      Line(
+        f'{name} sent by a device', gib(sent), f'{_COMPILED}, {train.counts.calls[name]:.0f} calls'
+      )
+      for name, sent in train.counts.sent_bytes.items()
+      if sent
+    ),
+  )
 
 
 def _state_lines(held: StateBytes, capacity: float) -> tuple[Line, ...]:
@@ -216,18 +228,18 @@ def _fleet_lines(
   return tuple(lines)
 
 
-def _misfit(held: StateBytes, capacity: float, reason: str) -> dict[str, Any]:
-  state = held.parameters + held.optimizer + held.others
-  if state > capacity:
-    cure = 'the state alone exceeds a device: raise config.learner.mesh.fsdp or tensor'
-  else:
-    cure = (
-      'the state fits, the rows do not: lower config.learner.micro_batch_tokens or row_length, set '
-      'config.learner.remat=layer, or raise config.learner.mesh.tensor'
-    )
+def _cure(held: StateBytes, capacity: float) -> dict[str, Any]:
+  """Which knob to turn."""
+  if held.parameters + held.optimizer + held.others > capacity:
+    return {'cure': 'the state alone exceeds a device: raise config.learner.mesh.fsdp or tensor'}
   return {
-    'fits': False,
-    'hbm_free_fraction': round(1 - state / capacity, 4),
-    'reason': reason,
-    'cure': cure,
+    'cure': 'the state fits, the rows do not: lower config.learner.micro_batch_tokens or row_length, set '
+    'config.learner.remat=layer, or raise config.learner.mesh.tensor'
   }
+
+
+def _misfit(held: StateBytes, capacity: float, reason: str) -> dict[str, Any]:
+  """The summary where the compiler gave up."""
+  state = held.parameters + held.optimizer + held.others
+  fraction = min(0.0, round(1 - state / capacity, 4))
+  return {'fits': False, 'hbm_free_fraction': fraction, 'reason': reason} | _cure(held, capacity)

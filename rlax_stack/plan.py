@@ -1,6 +1,6 @@
 """`python -m rlax_stack.plan --config=…`: whether a config fits a machine, and what it would cost.
 
-    python -m rlax_stack.plan --config=configs/clusters/qwen3_8b_v5e_64.py
+    python -m rlax_stack.plan --config=configs/clusters/qwen3_0p6b_v5e_8.py
     python -m rlax_stack.plan --config=configs/quickstart.py --topology=v5e:2x2 --config.learner.mesh.fsdp=4
 
 No accelerator is needed: libtpu (pip install 'rlax-stack[aot]') compiles the learner's own train step for a TPU

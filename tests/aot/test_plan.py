@@ -11,13 +11,7 @@ from rlax_stack.planning.topologies import describe
 
 pytest.importorskip('libtpu')
 
-_PLANNED = [
-  'qwen3_0p6b_v5e_8',
-  'qwen3_8b_v5e_64',
-  'qwen3_8b_v6e_16',
-  'qwen3_32b_v5p_1024',
-  'llama3_70b_v6e_256',
-]
+_PLANNED = ['qwen3_0p6b_v5e_8']
 
 
 @pytest.mark.aot_all
@@ -29,5 +23,3 @@ def test_reference_configs_fit(name):
   print(report.text())
   assert report.summary['fits'] and 0.02 < report.summary['hbm_free_fraction'] < 1
   assert 0.05 < report.summary['modelled_mfu'] < 1
-  if name == 'qwen3_32b_v5p_1024':
-    assert report.summary['hbm_free_fraction'] >= 0.2 and report.summary['row_length'] == 32768

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs import base
-from configs.clusters import qwen3_8b_h100_8
+from configs.clusters import qwen3_0p6b_v5e_8
 from rlax_stack import assembly, config_rules, plan
 from rlax_stack.config import from_config_dict
 from rlax_stack.errors import ConfigError
@@ -144,8 +144,8 @@ def test_the_command_refuses_what_it_cannot_plan():
 
 
 def test_the_command_saves_its_report(tmp_path):
-  config = from_config_dict(qwen3_8b_h100_8.get_config())
-  assert plan.shape_of(config) == SHAPES['qwen3_8b']
+  config = from_config_dict(qwen3_0p6b_v5e_8.get_config())
+  assert plan.shape_of(config) == SHAPES['qwen3_0p6b']
   made = Report(
     title='t', sections=(('s', (Line('a', gib(2**30), 'counted'),)),), summary={'fits': True}
   )

@@ -129,6 +129,11 @@ def get_config():
   config.eval.correct_at = 1.0  # first verifier's score that counts as correct
   config.eval.vote = 'none'  # none | number | text | last_line | boxed | tag: answers voted on
 
+  config.plan = ConfigDict()  # python -m rlax_stack.plan
+  config.plan.topology = ''  # machine of the learner, such as v5p:4x4x4 or h100:8
+  config.plan.dcn_gb_s = 12.5  # bandwidth over which weights are published, GB/s
+  config.plan.price = 0.0  # of a chip and hour; 0 leaves prices out
+
   config.serve = ConfigDict()  # python -m rlax_stack.serve
   config.serve.host = '127.0.0.1'  # any but a loopback address needs a token
   config.serve.port = 8000  # of HTTP; 0 takes a free one

@@ -6,6 +6,7 @@ Nothing here decides anything: values come from the config, the order of calls i
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -47,6 +48,7 @@ FREE_KEYS = (
   'steps',
   'checkpoint',
   'eval',
+  'plan',
   'serve',
   'observe',
   'fleet.batch_timeout_s',
@@ -134,9 +136,15 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
   wanted = section.mesh.data * section.mesh.fsdp * section.mesh.tensor
   available = jax.devices()
   mesh = make_mesh(sizes, available[:wanted] if wanted <= len(available) else available)
-  objective = resolve_objective(config)
+  dtype = resolve_compute_dtype(config.model.compute_dtype)
+  return Learner(model.config, model.params, learner_settings(config, dtype), mesh)
+
+
+def learner_settings(config: RunConfig, compute_dtype: Any) -> LearnerSettings:
+  """What the config says of the learner, with activations in `compute_dtype`."""
+  section, objective = config.learner, resolve_objective(config)
   critic = objective.critic_settings
-  settings = LearnerSettings(
+  return LearnerSettings(
     rows=plan_rows(
       groups_per_batch=config.rollout.groups_per_step,
       group_size=config.rollout.group_size,
@@ -148,7 +156,7 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
       bootstrap=critic is not None and critic.bootstrap,
     ),
     forward=ForwardSettings(
-      compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
+      compute_dtype=compute_dtype,
       remat=section.remat,
       temperature=config.rollout.temperature,
       kernels=config.model.kernels,
@@ -158,7 +166,6 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
     updates_per_batch=section.updates_per_batch,
     max_skipped_in_row=section.max_skipped_steps,
   )
-  return Learner(model.config, model.params, settings, mesh)
 
 
 def warm_start(config: RunConfig, learner: Learner) -> str:

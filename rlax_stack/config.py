@@ -173,6 +173,15 @@ class EvalSection:
 
 
 @_frozen
+class PlanSection:
+  """What `rlax_stack.plan` plans for."""
+
+  topology: str
+  dcn_gb_s: float
+  price: float
+
+
+@_frozen
 class ServeSection:
   """The serving endpoint: where it listens and what it refuses."""
 
@@ -215,6 +224,7 @@ class RunConfig:
   fleet: FleetSection
   checkpoint: CheckpointSection
   eval: EvalSection
+  plan: PlanSection
   serve: ServeSection
   observe: ObserveSection
 

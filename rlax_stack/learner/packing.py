@@ -138,7 +138,7 @@ def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:
     raise ValueError(f'the batch has {rows} rows, more than {num_rows=}.')
   shape = RowShape(length, batch.target_t.shape[1])
   kept_tokens = 0 if batch.kept_ids_t is None else batch.kept_ids_t.shape[2]
-  empty = _empty_batch(num_rows - rows, shape, kept_tokens)
+  empty = empty_batch(num_rows - rows, shape, kept_tokens)
   # Fields that are None and mappings that are empty hold no array.
   return jax.tree.map(lambda a, b: np.concatenate([a, b], axis=0), batch, empty)
 
@@ -172,7 +172,7 @@ def _pack(groups, tries, row_shapes, rows_multiple, *, separate) -> PackedBatch:
       f'{num_trajectories} trajectories train fewer tokens than there are trajectories.'
     )
   kept = (branch.kept for trie in tries for branch in trie.branches if branch.kept is not None)
-  batch = _empty_batch(num_rows, shape, max((ids.shape[1] for ids in kept), default=0))
+  batch = empty_batch(num_rows, shape, max((ids.shape[1] for ids in kept), default=0))
   for row, tries_of_row in enumerate(rows):
     start, triple = 0, 0
     for trie in tries_of_row:
@@ -324,7 +324,8 @@ def _first_fit_decreasing(pieces: Sequence[_Trie], shape: RowShape) -> list[list
   return rows
 
 
-def _empty_batch(num_rows: int, shape: RowShape, kept_tokens: int = 0) -> PackedBatch:
+def empty_batch(num_rows: int, shape: RowShape, kept_tokens: int = 0) -> PackedBatch:
+  """Rows of padding; with `kept_tokens` there is room for kept sets of so many ids."""
   tokens, triples = (num_rows, shape.length), (num_rows, shape.triples)
 
   def zeros(dtype):

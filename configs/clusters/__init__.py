@@ -1,0 +1,1 @@
+"""Learners on named machines; `python -m rlax_stack.plan` says whether one fits and what it costs."""

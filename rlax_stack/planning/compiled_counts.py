@@ -1,0 +1,175 @@
+"""What one device does in a compiled program, loops counted as often as they run, from the text of its HLO.
+
+Counted are collectives, by kind, with the bytes that one device sends, and the FLOPs of matrix products outside of
+custom kernels. A loop says how often it runs (`known_trip_count`), or is one over micro-batches, whose number the
+caller gives.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
+
+_ITEM_BYTES = {
+  'pred': 1,
+  's8': 1,
+  'u8': 1,
+  's4': 0.5,
+  'u4': 0.5,
+  'bf16': 2,
+  'f16': 2,
+  's16': 2,
+  'u16': 2,
+}
+_ITEM_BYTES |= {'f32': 4, 's32': 4, 'u32': 4, 'f64': 8, 's64': 8, 'u64': 8, 'c64': 8}
+_HEAD = re.compile(r'^(?:ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$')
+_OP = re.compile(r'^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$')
+_SHAPE = re.compile(r'\b([a-z]\w*)\[([\d,]*)\]')
+_CALLED = re.compile(r'(?:calls|to_apply|body|condition)=%?([\w.\-]+)')
+_BRANCHES = re.compile(r'branch_computations=\{([^}]*)\}')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_NAMES = re.compile(r'%([\w.\-]+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+  """One line: its name, the type of its result, what it does, and the rest of the line."""
+
+  name: str
+  result: str
+  kind: str
+  rest: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledCounts:
+  """Of one device and one call.
+
+  calls, sent_bytes: of collectives by kind. product_flops: of matrix products that are not in custom kernels.
+  """
+
+  calls: Mapping[str, float]
+  sent_bytes: Mapping[str, float]
+  product_flops: float
+
+
+def count_compiled(text: str, *, unknown_trips: int = 1) -> CompiledCounts:
+  """Counts the program of a text.
+
+  Args:
+    text: `compiled.as_text()`.
+    unknown_trips: how often a loop without a known number runs.
+  """
+  computations, entry = _computations(text)
+  calls: dict[str, float] = dict.fromkeys(COLLECTIVES, 0.0)
+  sent, flops = dict(calls), 0.0
+  for times, name in _runs(computations, entry, unknown_trips):
+    shapes = {operation.name: operation.result for operation in computations[name]}
+    for operation in computations[name]:
+      kind = operation.kind.removesuffix('-start')
+      if kind in COLLECTIVES:
+        calls[kind] += times
+        sent[kind] += times * _sent_bytes(kind, operation)
+      flops += times * _product_flops(operation, shapes)
+  return CompiledCounts(calls=calls, sent_bytes=sent, product_flops=flops)
+
+
+def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
+  found: dict[str, list[Operation]] = {}
+  entry, current = '', ''
+  for line in text.splitlines():
+    head = _HEAD.match(line)
+    if head:
+      current = head[1]
+      found[current] = []
+      entry = current if line.startswith('ENTRY') else entry
+      continue
+    operation = _OP.match(line)
+    if operation and current:
+      found[current].append(Operation(*operation.groups()))
+  return found, entry
+
+
+def _runs(
+  computations: Mapping[str, list[Operation]], entry: str, unknown_trips: int
+) -> Iterator[tuple[float, str]]:
+  """(times, computation) for every way in which the entry comes to one; of a branch all sides count."""
+  waiting = [(1.0, entry)]
+  while waiting:
+    times, name = waiting.pop()
+    yield times, name
+    for operation in computations[name]:
+      inner = times
+      if operation.kind == 'while':
+        known = _TRIPS.search(operation.rest)
+        inner *= int(known[1]) if known else unknown_trips
+      called = _CALLED.findall(operation.rest)
+      branches = _BRANCHES.search(operation.rest)
+      if branches:
+        called += re.findall(r'%?([\w.\-]+)', branches[1])
+      waiting += [(inner, other) for other in called if other in computations]
+
+
+def _elements(dimensions: str) -> int:
+  return math.prod(int(size) for size in dimensions.split(',') if size)
+
+
+def _largest_bytes(result: str) -> float:
+  """Of the largest array of a type; the start of a collective holds its operand beside its result."""
+  sizes = [_ITEM_BYTES.get(kind, 1) * _elements(dims) for kind, dims in _SHAPE.findall(result)]
+  return max(sizes, default=0.0)
+
+
+def _all_bytes(result: str) -> float:
+  return sum(_ITEM_BYTES.get(kind, 1) * _elements(dims) for kind, dims in _SHAPE.findall(result))
+
+
+def _group_size(rest: str) -> int:
+  iota = re.search(r'replica_groups=\[(\d+),(\d+)\]', rest)
+  if iota:
+    return int(iota[2])
+  named = re.search(r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}', rest)
+  if named:
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+    # An axis, or a part of one: 'name':(before)size.
+    axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named[2])
+    return math.prod(int(part) if part else sizes[name] for name, part in axes)
+  listed = re.search(r'replica_groups=\{\{([\d,]*)\}', rest)
+  return len(listed[1].split(',')) if listed else 2
+
+
+def _sent_bytes(kind: str, operation: Operation) -> float:
+  """What a device sends by ring algorithms."""
+  size, is_start = _group_size(operation.rest), operation.kind.endswith('-start')
+  whole = (_largest_bytes if is_start else _all_bytes)(operation.result)
+  share = (size - 1) / size
+  if kind == 'collective-permute':
+    return whole
+  if kind == 'all-reduce':
+    return 2 * share * whole
+  if kind == 'reduce-scatter':
+    return share * whole * (1 if is_start else size)
+  return share * whole
+
+
+def _product_flops(operation: Operation, shapes: Mapping[str, str]) -> float:
+  if operation.kind not in ('dot', 'convolution'):
+    return 0.0
+  out = _SHAPE.search(operation.result)
+  operands = _NAMES.findall(operation.rest.split('),')[0])
+  typed = [_SHAPE.search(shapes.get(name, '')) for name in operands[:2]]
+  if out is None or len(typed) < 2 or typed[0] is None or typed[1] is None:
+    return 0.0
+  if operation.kind == 'dot':
+    contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', operation.rest)
+    sizes = [int(size) for size in typed[0][2].split(',') if size]
+    axes = [int(axis) for axis in contracted[1].split(',') if axis] if contracted else []
+    depth = math.prod(sizes[axis] for axis in axes)
+  else:
+    labels = re.search(r'dim_labels=\w+_(\w+)->\w+', operation.rest)
+    sizes = [int(size) for size in typed[1][2].split(',') if size]
+    outputs = sizes[labels[1].index('o')] if labels else 1
+    depth = math.prod(sizes) // max(1, outputs)
+  return 2.0 * depth * _elements(out[2])

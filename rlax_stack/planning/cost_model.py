@@ -1,0 +1,127 @@
+"""Times that nobody measured: how long a step would take if devices worked at their makers' figures.
+
+Two bounds are given: computing and sending one after the other, and both at once. The truth of a tuned program lies
+above the second. Decoding is taken to wait for memory alone. Everything here is arithmetic over numbers that were
+counted.
+"""
+
+import dataclasses
+import math
+
+from rlax_stack.models.config import ModelConfig
+from rlax_stack.planning.learner_programs import ProgramFigures
+from rlax_stack.planning.topologies import DeviceKind
+from rlax_stack.rollout.engine_state import EngineConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+  """Seconds of one program on one device.
+
+  compute_s: its FLOPs at the maker's rate. send_s: its collectives over one pair of links. serial_s: both, one
+  after the other. overlapped_s: the longer one.
+  """
+
+  compute_s: float
+  send_s: float
+
+  @property
+  def serial_s(self) -> float:
+    """Upper of the two bounds."""
+    return self.compute_s + self.send_s
+
+  @property
+  def overlapped_s(self) -> float:
+    """Lower of the two bounds."""
+    return max(self.compute_s, self.send_s)
+
+
+def step_time(figures: ProgramFigures, kind: DeviceKind, num_devices: int) -> StepTime:
+  """Of a compiled program."""
+  return StepTime(
+    compute_s=figures.flops / num_devices / kind.matmul_flops,
+    send_s=sum(figures.counts.sent_bytes.values()) / kind.link_bytes_s,
+  )
+
+
+def num_parameters(config: ModelConfig) -> int:
+  """Numbers in the model."""
+  hidden, head = config.hidden_size, config.head_dim
+  attention = hidden * head * (2 * config.num_heads + 2 * config.num_kv_heads)
+  bias = head * (config.num_heads + 2 * config.num_kv_heads) if config.attention_bias else 0
+  norms = 2 * hidden + (2 * head if config.qk_norm else 0)
+  layer = attention + bias + 3 * hidden * config.intermediate_size + norms
+  embeddings = config.vocab_size * hidden * (1 if config.tie_embeddings else 2)
+  return config.num_layers * layer + embeddings + hidden
+
+
+def model_flops(
+  config: ModelConfig, *, tokens: int, targets: int, pairs: float, backward: bool = True
+) -> float:
+  """FLOPs that a forward pass, and a backward one, cannot do without: nothing recomputed, no padding of blocks.
+
+  Args:
+    config: of the model.
+    tokens: placed in rows.
+    targets: of them, those that reach the LM head.
+    pairs: of a query and a key that it sees, in one layer.
+    backward: with the two passes of gradients.
+  """
+  hidden, head = config.hidden_size, config.head_dim
+  attention = hidden * head * (2 * config.num_heads + 2 * config.num_kv_heads)
+  layer = attention + 3 * hidden * config.intermediate_size
+  products = 2.0 * config.num_layers * layer * tokens + 2.0 * config.vocab_size * hidden * targets
+  scores = 4.0 * config.num_layers * config.num_heads * head * pairs
+  return (3.0 if backward else 1.0) * (products + scores)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineBytes:
+  """What a rollout engine holds on its device."""
+
+  weights: float
+  prefix_kv: float
+  suffix_kv: float
+  logits: float
+
+  @property
+  def total(self) -> float:
+    """All of it."""
+    return self.weights + self.prefix_kv + self.suffix_kv + self.logits
+
+
+def engine_bytes(config: ModelConfig, sizes: EngineConfig, itemsize: int) -> EngineBytes:
+  """Of an engine of these sizes; a quantised number takes one byte and its scales a little."""
+  weight = itemsize if sizes.weights == 'same' else 1
+  kv = itemsize if sizes.kv == 'same' else 1 + 4 / config.head_dim
+  token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv
+  embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+  layers = num_parameters(config) - embeddings
+  # Layers are held twice: as prefill and as decode multiply by them.
+  return EngineBytes(
+    weights=embeddings * itemsize + 2 * layers * weight,
+    prefix_kv=token * sizes.prefix_pages * sizes.page_size,
+    suffix_kv=token * sizes.suffix_pages * sizes.suffix_page_size,
+    logits=4.0 * sizes.slots * config.vocab_size,
+  )
+
+
+def decode_step_s(
+  config: ModelConfig, sizes: EngineConfig, kind: DeviceKind, *, group_size: int, itemsize: int
+) -> float:
+  """Seconds of a decode step of full slots: weights once, each prompt once for the rows that share it, half-grown
+  samples.
+  """
+  held = engine_bytes(config, sizes, itemsize)
+  kv = itemsize if sizes.kv == 'same' else 1 + 4 / config.head_dim
+  token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv
+  rows = min(group_size, sizes.rows_per_block)
+  prompts = math.ceil(sizes.slots / rows) * sizes.max_prompt_tokens
+  read = token * (prompts + sizes.slots * sizes.max_new_tokens / 2)
+  layers = (held.weights - _embedding_bytes(config, itemsize)) / 2  # decode reads one of the two
+  head = config.vocab_size * config.hidden_size * itemsize
+  return (layers + head + read) / kind.hbm_bytes_s
+
+
+def _embedding_bytes(config: ModelConfig, itemsize: int) -> float:
+  return config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2) * itemsize

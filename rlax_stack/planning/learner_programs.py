@@ -1,0 +1,177 @@
+"""The learner's own programs, compiled for a described machine without any array: what they hold and do on one
+device.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rlax_stack.errors import ConfigError
+from rlax_stack.learner import critic as critics
+from rlax_stack.learner.learner import LearnerSettings
+from rlax_stack.learner.optimizer import make_optimizer
+from rlax_stack.learner.packing import empty_batch
+from rlax_stack.learner.scoring import make_proximal_score, make_score, rows_sharding
+from rlax_stack.learner.state import LearnerState, abstract_state
+from rlax_stack.learner.train_step import make_train_step
+from rlax_stack.models import decoder
+from rlax_stack.models.config import ModelConfig
+from rlax_stack.planning.compiled_counts import CompiledCounts, count_compiled
+from rlax_stack.planning.traced_flops import traced_flops
+from rlax_stack.types import PackedBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramFigures:
+  """Of one compiled program; bytes are of one device, as its compiler laid them out.
+
+  flops: of all devices, recomputation included, loops as often as they run. argument_bytes: what is given, donated
+  arrays among it. temporary_bytes: beside it. counts: from the compiled text.
+  """
+
+  flops: float
+  argument_bytes: float
+  temporary_bytes: float
+  counts: CompiledCounts
+  compile_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateBytes:
+  """What the learner's state takes on one device, by kind; known from shapes and shardings alone."""
+
+  parameters: float
+  optimizer: float
+  others: float  # a critic, averaged weights, what boxes carry
+  batch: float
+
+
+class OutOfMemory(ConfigError):
+  """The compiler says that a program does not fit the device."""
+
+
+def abstract_batch(
+  config: ModelConfig, settings: LearnerSettings, mesh: Mesh, kept_tokens: int = 0
+) -> PackedBatch:
+  """Shapes and shardings of a full batch [M, rows, ...] as the train step takes it."""
+  rows = settings.rows
+  empty = jax.eval_shape(functools.partial(empty_batch, 1, rows.shape, kept_tokens))
+  if settings.objective.critic_settings is not None:
+    empty = empty._replace(value_t=empty.adv_t, next_value_t=empty.adv_t)
+  leading = (rows.max_micro_batches, rows.micro_batch_rows)
+  batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*leading, *x.shape[1:]), x.dtype), empty)
+  if scores_proximal(settings):
+    proximal = make_proximal_score(config, mesh, settings.forward, settings.objective)
+    params = learner_state(config, settings, mesh).params
+    batch = jax.eval_shape(proximal, params, batch, jax.ShapeDtypeStruct((), np.int32))
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(mesh)), batch
+  )
+
+
+def scores_proximal(settings: LearnerSettings) -> bool:
+  """Whether the learner scores the proximal policy by itself, as learner.Learner decides it."""
+  return settings.updates_per_batch > 1 or settings.objective.average_decay is not None
+
+
+def learner_state(config: ModelConfig, settings: LearnerSettings, mesh: Mesh) -> LearnerState:
+  """Shapes and shardings of the learner's state."""
+  objective, params = settings.objective, decoder.abstract_params(config)
+  return abstract_state(
+    params,
+    make_optimizer(settings.optimizer),
+    mesh,
+    objective.init_state,
+    critics.make_state(objective.critic_settings, settings.optimizer),
+    objective.average_decay is not None,
+  )
+
+
+def state_bytes(state: LearnerState, batch: PackedBatch) -> StateBytes:
+  """Bytes on one device."""
+  return StateBytes(
+    parameters=_bytes(state.params),
+    optimizer=_bytes(state.opt_state),
+    others=_bytes((state.critic, state.average, state.objective)),
+    batch=_bytes(batch),
+  )
+
+
+def train_figures(
+  config: ModelConfig, settings: LearnerSettings, mesh: Mesh, kept_tokens: int = 0
+) -> ProgramFigures:
+  """The train step over full micro-batches.
+
+  Raises:
+    OutOfMemory: it does not fit.
+  """
+  step = make_train_step(
+    config,
+    mesh,
+    forward=settings.forward,
+    objective=settings.objective,
+    optimizer=settings.optimizer,
+    score_proximal=scores_proximal(settings),
+  )
+  state = learner_state(config, settings, mesh)
+  batch = abstract_batch(config, settings, mesh, kept_tokens)
+  return _figures(step, mesh, settings.rows.max_micro_batches, state, batch)
+
+
+def score_figures(
+  config: ModelConfig, settings: LearnerSettings, mesh: Mesh, kept_tokens: int = 0
+) -> ProgramFigures:
+  """Scoring without gradients, over full micro-batches.
+
+  Raises:
+    OutOfMemory: it does not fit.
+  """
+  params = learner_state(config, settings, mesh).params
+  batch = abstract_batch(config, settings, mesh, kept_tokens)
+  score = make_score(config, mesh, settings.forward)
+  return _figures(score, mesh, settings.rows.max_micro_batches, params, batch)
+
+
+def _figures(function: Any, mesh: Mesh, micro_batches: int, *arguments: Any) -> ProgramFigures:
+  count = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+  start = time.perf_counter()
+  # Mosaic asks for the device that it lowers to; none is attached, so the mesh must say it.
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    flops = traced_flops(function, *arguments, count, unknown_trips=micro_batches)
+    lowered = function.lower(*arguments, count)
+    try:
+      compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+      if 'hbm' not in str(error).lower():
+        raise
+      raise OutOfMemory(_needed(str(error))) from error
+  memory = compiled.memory_analysis()
+  return ProgramFigures(
+    flops=flops,
+    argument_bytes=memory.argument_size_in_bytes,
+    temporary_bytes=memory.temp_size_in_bytes,
+    counts=count_compiled(compiled.as_text(), unknown_trips=micro_batches),
+    compile_s=time.perf_counter() - start,
+  )
+
+
+def _needed(message: str) -> str:
+  """The compiler's own sentence about memory."""
+  lines = [line.strip() for line in message.splitlines() if 'hbm' in line.lower()]
+  return lines[0] if lines else message.splitlines()[0]
+
+
+def _bytes(tree: Any) -> float:
+  return float(
+    sum(
+      math.prod(leaf.sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
+      for leaf in jax.tree.leaves(tree)
+    )
+  )

@@ -1,0 +1,106 @@
+"""Collectives and products of compiled programs against sums by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rlax_stack.planning.compiled_counts import COLLECTIVES, CompiledCounts, count_compiled
+from rlax_stack.sharding import make_mesh
+
+_WHOLE = PartitionSpec()
+
+
+@pytest.fixture(scope='module')
+def mesh():
+  return make_mesh({'fsdp': 4}, jax.devices()[:4])
+
+
+def _text(mesh, function, *arguments, out=_WHOLE):
+  shapes = [
+    jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    for shape, dtype, spec in arguments
+  ]
+  compiled = jax.jit(function, out_shardings=NamedSharding(mesh, out)).lower(*shapes).compile()
+  return compiled.as_text()
+
+
+def test_layers_gathered_in_a_loop(mesh):
+  """Every layer's kernel lies on four devices and is gathered for rows that do, too."""
+  rows, kernels = PartitionSpec('fsdp'), PartitionSpec(None, 'fsdp')
+
+  def layers(x, kernels):
+    def layer(x, w):
+      whole = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, PartitionSpec()))
+      return jnp.tanh(x @ whole), None
+
+    return jax.lax.scan(layer, x, kernels)[0]
+
+  text = _text(
+    mesh, layers, ((8, 64), jnp.float32, rows), ((6, 64, 64), jnp.float32, kernels), out=rows
+  )
+  counts = count_compiled(text)
+  assert isinstance(counts, CompiledCounts) and set(counts.calls) == set(COLLECTIVES)
+  assert counts.sent_bytes['all-gather'] == 6 * 64 * 64 * 4 * 3 / 4
+  assert counts.product_flops == 6 * 2 * 2 * 64 * 64
+  assert sum(counts.sent_bytes.values()) == counts.sent_bytes['all-gather']
+
+
+def test_a_sum_over_devices(mesh):
+  columns, rows = PartitionSpec(None, 'fsdp'), PartitionSpec('fsdp')
+  text = _text(
+    mesh, lambda x, w: x @ w, ((8, 64), jnp.float32, columns), ((64, 32), jnp.float32, rows)
+  )
+  counts = count_compiled(text)
+  assert counts.calls['all-reduce'] == 1
+  assert counts.sent_bytes['all-reduce'] == 2 * 8 * 32 * 4 * 3 / 4
+  assert counts.product_flops == 2 * 8 * 16 * 32
+
+
+def test_loops_of_unknown_length_run_as_often_as_is_said(mesh):
+  whole = PartitionSpec()
+
+  def micro_batches(x, w, count):
+    return jax.lax.fori_loop(0, count, lambda i, x: x @ w, x)
+
+  text = _text(
+    mesh,
+    micro_batches,
+    ((8, 64), jnp.float32, whole),
+    ((64, 64), jnp.float32, whole),
+    ((), jnp.int32, whole),
+  )
+  assert count_compiled(text, unknown_trips=7).product_flops == 7 * 2 * 8 * 64 * 64
+
+
+def test_what_a_tpu_program_says():
+  """Lines as libtpu writes them: starts that hold their operand, groups by iota, products as convolutions."""
+  text = """HloModule step
+
+%body (p: (bf16[16,64])) -> (bf16[16,64]) {
+  %p = bf16[16,64]{1,0} parameter(0)
+  %w = bf16[64,32]{1,0} parameter(1)
+  %ag = (bf16[4,64]{1,0}, bf16[16,64]{1,0}) all-gather-start(%p), replica_groups=[8,4]<=[32], dimensions={0}
+  %done = bf16[16,64]{1,0} all-gather-done(%ag)
+  %rs = f32[4,64]{1,0} reduce-scatter(%p), replica_groups=[8,4]<=[32], dimensions={0}, to_apply=%sum
+  ROOT %dot = bf16[16,32]{1,0} convolution(%done, %w), dim_labels=bf_io->bf
+}
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  ROOT %add = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: bf16[16,64]) -> bf16[16,64] {
+  %x = bf16[16,64]{1,0} parameter(0)
+  %cp = bf16[16,64]{1,0} collective-permute(%x), source_target_pairs={{0,1}}
+  %aa = bf16[16,64]{1,0} all-to-all(%x), replica_groups=mesh['a'=2,'b'=8] {'a','b':(2)4}, dimensions={0}
+  ROOT %loop = (bf16[16,64]) while(%x), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"10"}}
+}
+"""
+  counts = count_compiled(text)
+  assert counts.sent_bytes['all-gather'] == 10 * 16 * 64 * 2 * 3 / 4
+  assert counts.sent_bytes['reduce-scatter'] == 10 * 16 * 64 * 4 * 3 / 4
+  assert counts.sent_bytes['collective-permute'] == 16 * 64 * 2
+  assert counts.sent_bytes['all-to-all'] == 16 * 64 * 2 * 7 / 8
+  assert counts.calls['all-gather'] == 10
+  assert counts.product_flops == 10 * 2 * 16 * 64 * 32

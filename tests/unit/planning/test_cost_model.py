@@ -1,0 +1,117 @@
+"""The cost model against sums by hand and against the shapes of the real trees."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rlax_stack.errors import ModelFileError
+from rlax_stack.models import decoder
+from rlax_stack.models.load import resolve_model_path
+from rlax_stack.models.shapes import SHAPES, known_shape
+from rlax_stack.planning import cost_model
+from rlax_stack.planning.compiled_counts import COLLECTIVES, CompiledCounts
+from rlax_stack.planning.cost_model import EngineBytes, StepTime
+from rlax_stack.planning.learner_programs import ProgramFigures
+from rlax_stack.planning.topologies import KINDS, DeviceKind
+from rlax_stack.rollout.engine import Engine
+from rlax_stack.rollout.engine_state import EngineConfig, empty_state
+
+_KIND = DeviceKind(hbm_bytes=1e9, matmul_flops=1e12, hbm_bytes_s=1e11, link_bytes_s=1e10)
+_SMALL = dataclasses.replace(SHAPES['smollm2_135m'], num_layers=2, vocab_size=1000)
+
+
+@pytest.mark.parametrize(
+  ('name', 'billions'),
+  [
+    ('qwen3_0p6b', 0.596),
+    ('qwen3_8b', 8.19),
+    ('qwen3_32b', 32.76),
+    ('llama3_8b', 8.03),
+    ('llama3_70b', 70.55),
+  ],
+)
+def test_known_shapes_have_the_numbers_that_their_names_say(name, billions):
+  config = known_shape(f'shape:{name}')
+  assert cost_model.num_parameters(config) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+@pytest.mark.parametrize('name', SHAPES)
+def test_numbers_are_those_of_the_tree(name):
+  leaves = jax.tree.leaves(decoder.abstract_params(SHAPES[name]))
+  assert cost_model.num_parameters(SHAPES[name]) == sum(math.prod(x.shape) for x in leaves)
+
+
+def test_a_shape_is_no_model_and_an_unknown_one_is_refused():
+  with pytest.raises(ModelFileError, match='no such shape. There are smollm2_135m, qwen3_0p6b'):
+    known_shape('shape:qwen9')
+  with pytest.raises(ModelFileError, match='it has no weights. Give a .gguf'):
+    resolve_model_path('shape:qwen3_8b')
+
+
+def test_flops_that_are_needed():
+  config, tokens, targets, pairs = _SMALL, 10, 4, 30.0
+  attention = 576 * 64 * (9 + 3 + 3 + 9)
+  forward = 2 * 10 * 2 * (attention + 3 * 576 * 1536) + 2 * 4 * 1000 * 576
+  forward += 2 * 30 * 9 * 2 * 2 * 64  # two layers; scores and values, 64 products and sums each
+  got = cost_model.model_flops(config, tokens=tokens, targets=targets, pairs=pairs, backward=False)
+  assert got == forward
+  assert cost_model.model_flops(config, tokens=tokens, targets=targets, pairs=pairs) == 3 * forward
+
+
+def test_a_step_lies_between_its_bounds():
+  sent = dict.fromkeys(COLLECTIVES, 0.0) | {'all-gather': 3e9, 'all-reduce': 1e9}
+  counts = CompiledCounts(calls={}, sent_bytes=sent, product_flops=0.0)
+  figures = ProgramFigures(
+    flops=8e12, argument_bytes=0.0, temporary_bytes=0.0, counts=counts, compile_s=0.0
+  )
+  found = cost_model.step_time(figures, _KIND, 4)
+  assert found == StepTime(compute_s=2.0, send_s=0.4)
+  assert (found.serial_s, found.overlapped_s) == (2.4, 2.0)
+
+
+@pytest.mark.parametrize('kv', ['same', 'int8'])
+@pytest.mark.parametrize('weights', ['same', 'int8'])
+def test_an_engine_holds_what_it_allocates(weights, kv):
+  sizes = EngineConfig(
+    slots=4,
+    max_prompt_tokens=64,
+    max_new_tokens=32,
+    compute_dtype=jnp.float32,
+    weights=weights,
+    kv=kv,
+  )
+  got = cost_model.engine_bytes(_SMALL, sizes, 4)
+  assert isinstance(got, EngineBytes) and got.total > got.weights
+  state = jax.eval_shape(lambda: empty_state(_SMALL, sizes))
+
+  def held(tree):
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+  assert got.prefix_kv == pytest.approx(held((state.prefix_k, state.prefix_v)))
+  assert got.suffix_kv == pytest.approx(held((state.suffix_k, state.suffix_v)))
+  assert got.logits == held(state.prefix_logits)
+  params = decoder.init_params(_SMALL, jax.random.key(0))
+  served = Engine(_SMALL, sizes).load_params(params)
+  # Scales of weights, one per output, are left out: they are a few in a thousand.
+  assert got.weights == pytest.approx(held(served), rel=0.02)
+
+
+def test_a_decode_step_reads_weights_and_kv_once():
+  sizes = EngineConfig(
+    slots=8, max_prompt_tokens=64, max_new_tokens=32, rows_per_block=4, compute_dtype=jnp.bfloat16
+  )
+  token = 2 * 2 * 3 * 64 * 2  # keys and values of two layers, three heads, in bfloat16
+  layers = cost_model.num_parameters(_SMALL) - 1000 * 576
+  read = 2 * layers + 2 * 1000 * 576 + token * (2 * 64 + 8 * 16)
+  got = cost_model.decode_step_s(_SMALL, sizes, _KIND, group_size=4, itemsize=2)
+  assert got == pytest.approx(read / 1e11)
+
+
+def test_kinds_are_of_this_world():
+  for kind in KINDS.values():
+    assert 10e9 < kind.hbm_bytes < 300e9 and 1e14 < kind.matmul_flops < 5e15
+    # Products of a matrix that is read once wait for memory below a few hundred rows.
+    assert 100 < kind.matmul_flops / kind.hbm_bytes_s < 700

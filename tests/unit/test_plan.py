@@ -1,0 +1,156 @@
+"""Plans of a tiny model on virtual devices: bytes by hand, the summary, what does not fit, what is refused."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from configs import base
+from configs.clusters import qwen3_0p6b_v5e_8
+from rlax_stack import assembly, config_rules, plan
+from rlax_stack.config import from_config_dict
+from rlax_stack.errors import ConfigError
+from rlax_stack.learner.packing import RowShape, empty_batch
+from rlax_stack.models.shapes import SHAPES
+from rlax_stack.plan_of_config import make_plan
+from rlax_stack.planning import learner_programs
+from rlax_stack.planning.cost_model import num_parameters
+from rlax_stack.planning.learner_programs import OutOfMemory, StateBytes
+from rlax_stack.planning.report import Line, Report, gib, seconds
+from rlax_stack.planning.topologies import KINDS, Topology, describe, virtual_devices
+from rlax_stack.sharding import make_mesh
+
+_TINY = dataclasses.replace(
+  SHAPES['smollm2_135m'], num_layers=2, vocab_size=512, hidden_size=64, intermediate_size=128
+)
+
+
+def _config(**changes):
+  config = base.get_config()
+  config.learner.mesh.fsdp, config.learner.mesh.tensor = 2, 1
+  config.model.compute_dtype = 'float32'
+  config.rollout.max_prompt_tokens, config.rollout.max_tokens = 32, 32
+  config.rollout.groups_per_step, config.rollout.group_size = 4, 4
+  for name, value in changes.items():
+    section, _, field = name.partition('__')
+    config[section][field] = value
+  made = from_config_dict(config)
+  config_rules.check(made)
+  return made
+
+
+def _topology(**kind):
+  return Topology(
+    name='two',
+    kind=dataclasses.replace(KINDS['h100'], **kind),
+    devices=tuple(jax.devices()[:2]),
+    compiled_for='virtual CPU',
+  )
+
+
+@pytest.fixture(scope='module')
+def report():
+  return make_plan(_config(), _TINY, _topology())
+
+
+def test_the_state_is_counted_by_kind():
+  config = _config()
+  settings = assembly.learner_settings(config, jnp.float32)
+  mesh = make_mesh({'fsdp': 2}, jax.devices()[:2])
+  batch = learner_programs.abstract_batch(_TINY, settings, mesh)
+  held = learner_programs.state_bytes(learner_programs.learner_state(_TINY, settings, mesh), batch)
+  assert isinstance(held, StateBytes) and held.others == 0
+  norms = (2 * _TINY.num_layers + 1) * _TINY.hidden_size  # not split
+  split = (num_parameters(_TINY) - norms) / 2 + norms
+  assert held.parameters == 4 * split
+  assert held.optimizer == pytest.approx(2 * 4 * split, abs=16)  # two moments and counters
+  rows, length = (
+    settings.rows.max_micro_batches * settings.rows.micro_batch_rows,
+    batch.tokens.shape[2],
+  )
+  assert batch.tokens.shape == (
+    settings.rows.max_micro_batches,
+    settings.rows.micro_batch_rows,
+    length,
+  )
+  assert held.batch > rows / 2 * length * 3 * 4
+
+
+def test_the_summary_is_one_line_of_json(report):
+  last = json.loads(report.text().splitlines()[-1])
+  assert last == report.summary and last['fits'] is True
+  assert 0.9 < last['hbm_free_fraction'] < 1 and 0 < last['modelled_mfu'] < 1
+  assert last['modelled_step_s'] > 0 and last['devices'] == 2 and last['compile_s'] > 0
+  assert 'modelled, not measured' in report.text() and 'virtual CPU' in report.text()
+
+
+def test_work_is_that_of_the_real_step(report):
+  """Needed FLOPs are less than those that the step counts, which pads rows; not by much."""
+  lines = {line.name: line.value for _, section in report.sections for line in section}
+  needed, counted = float(lines['FLOPs that are needed']), float(lines['FLOPs of a step'])
+  assert needed < counted < 4 * needed
+  assert 'all-gather sent by a device' in lines
+
+
+def test_a_device_that_is_too_small_is_named_with_the_knob():
+  settings = assembly.learner_settings(_config(), jnp.float32)
+  mesh = make_mesh({'fsdp': 2}, jax.devices()[:2])
+  train = learner_programs.train_figures(_TINY, settings, mesh)
+  score = learner_programs.score_figures(_TINY, settings, mesh)
+  assert score.temporary_bytes < train.temporary_bytes and 2.5 * score.flops < train.flops
+  empty = empty_batch(2, RowShape(8, 4), 3)
+  assert empty.kept_ids_t.shape == (2, 4, 3) and not empty.mask_t.any()
+  assert issubclass(OutOfMemory, ConfigError) and not learner_programs.scores_proximal(settings)
+  small = make_plan(_config(), _TINY, _topology(hbm_bytes=1e6))
+  assert small.summary['fits'] is False and small.summary['hbm_free_fraction'] < 0
+  assert 'micro_batch_tokens' in small.summary['cure'] or 'fsdp' in small.summary['cure']
+
+
+def test_prices_and_several_updates(report):
+  config = _config(plan__price=2.0, learner__updates_per_batch=2)
+  both = make_plan(config, _TINY, _topology())
+  names = [line.name for _, section in both.sections for line in section]
+  assert 'price of a step' in names
+  assert both.summary['modelled_step_s'] > 2 * report.summary['modelled_step_s']
+
+
+@pytest.mark.parametrize(
+  ('name', 'message'),
+  [
+    ('v9:2x2', "topology 'v9:2x2' is none. Write KIND:SIZES"),
+    ('v5p', "topology 'v5p' is none"),
+    ('h100:999', 'needs 999 virtual CPU devices, but there are 8'),
+  ],
+)
+def test_topologies_that_are_none(name, message):
+  with pytest.raises(ConfigError, match=message):
+    describe(name)
+
+
+def test_gpu_nodes_are_virtual():
+  assert virtual_devices('h100:8') == 8 and virtual_devices('v5p:8x8x16') == 1
+  assert len(describe('h100:8').devices) == 8
+
+
+def test_the_command_refuses_what_it_cannot_plan():
+  with pytest.raises(
+    ConfigError, match='no topology was given. Add for example --topology=v5e:8x8'
+  ):
+    plan.plan(['plan', '--config=configs/quickstart.py'])
+  with pytest.raises(ConfigError, match='the mesh needs data 1 x fsdp 1 .* but there are 8'):
+    plan.plan(['plan', '--config=configs/quickstart.py', '--topology=h100:8'])
+
+
+def test_the_command_saves_its_report(tmp_path):
+  config = from_config_dict(qwen3_0p6b_v5e_8.get_config())
+  assert plan.shape_of(config) == SHAPES['qwen3_0p6b']
+  made = Report(
+    title='t', sections=(('s', (Line('a', gib(2**30), 'counted'),)),), summary={'fits': True}
+  )
+  made.save(str(tmp_path / 'plan.txt'))
+  assert (tmp_path / 'plan.txt').read_text().splitlines()[-1] == '{"fits": true}'
+  assert '1.00 GiB  counted' in made.text() and seconds(0.05) == '50.00 ms'
+  with pytest.raises(ConfigError, match='cannot be written'):
+    made.save(str(tmp_path / 'no' / 'plan.txt'))

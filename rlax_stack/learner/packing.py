@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from rlax_stack.errors import ConfigError, DataError
+from rlax_stack.learner.place_weights import PlacedTrie, place_weights
 from rlax_stack.learner.tries import TrieLayout, lay_out
 from rlax_stack.objectives.reward_batch import turns
 from rlax_stack.types import FinishReason, Group, PackedBatch, Trajectory
@@ -71,7 +72,11 @@ class _Trie:
   @functools.cached_property
   def layout(self) -> TrieLayout:
     """What is below the prompt: the contexts of the first branch, of the second, and so on."""
-    return lay_out([branch.tokens[part] for branch in self.branches for part in branch.contexts])
+    return lay_out(self.contexts)
+
+  @property
+  def contexts(self) -> list[np.ndarray]:
+    return [branch.tokens[part] for branch in self.branches for part in branch.contexts]
 
   @property
   def shape(self) -> RowShape:
@@ -87,6 +92,7 @@ def pack_groups(
   rows_multiple: int = 1,
   rewards: Sequence[np.ndarray] | None = None,
   bootstrap: bool = False,
+  weigh_places: bool = False,
 ) -> PackedBatch:
   """Packs whole groups, several to a row where they fit (first fit, largest first).
 
@@ -104,6 +110,7 @@ def pack_groups(
     rewards: for each group float [G], for `reward_t`; 0 when None.
     bootstrap: True gives the tokens of cut-off trajectories their places to the very last, and
       points `next_index_t` of the last triple there.
+    weigh_places: whether `place_weight` is made.
 
   Returns:
     PackedBatch of numpy arrays; log-probs that are not known yet are 0.
@@ -114,7 +121,7 @@ def pack_groups(
     ConfigError: a trajectory that fits in no row shape.
   """
   tries = _make_tries(groups, advantages, rewards, separate=False, bootstrap=bootstrap)
-  return _pack(groups, tries, row_shapes, rows_multiple, separate=False)
+  return _pack(groups, tries, row_shapes, rows_multiple, separate=False, weigh_places=weigh_places)
 
 
 def pack_separate(
@@ -125,10 +132,11 @@ def pack_separate(
   rows_multiple: int = 1,
   rewards: Sequence[np.ndarray] | None = None,
   bootstrap: bool = False,
+  weigh_places: bool = False,
 ) -> PackedBatch:
   """`pack_groups` with one trajectory a row: nothing shared, the layout to compare with."""
   tries = _make_tries(groups, advantages, rewards, separate=True, bootstrap=bootstrap)
-  return _pack(groups, tries, row_shapes, rows_multiple, separate=True)
+  return _pack(groups, tries, row_shapes, rows_multiple, separate=True, weigh_places=weigh_places)
 
 
 def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:
@@ -139,6 +147,8 @@ def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:
   shape = RowShape(length, batch.target_t.shape[1])
   kept_tokens = 0 if batch.kept_ids_t is None else batch.kept_ids_t.shape[2]
   empty = _empty_batch(num_rows - rows, shape, kept_tokens)
+  if batch.place_weight is not None:
+    empty = empty._replace(place_weight=np.zeros(empty.tokens.shape, np.float32))
   # Fields that are None and mappings that are empty hold no array.
   return jax.tree.map(lambda a, b: np.concatenate([a, b], axis=0), batch, empty)
 
@@ -157,7 +167,7 @@ def packing_stats(batch: PackedBatch) -> dict[str, int]:
   }
 
 
-def _pack(groups, tries, row_shapes, rows_multiple, *, separate) -> PackedBatch:
+def _pack(groups, tries, row_shapes, rows_multiple, *, separate, weigh_places) -> PackedBatch:
   if not tries:
     overflow = any(t.kept_overflow_t.any() for group in groups for t in group.trajectories)
     cure = ' Kept sets had no room: raise config.rollout.kept_tokens.' if overflow else ''
@@ -173,11 +183,14 @@ def _pack(groups, tries, row_shapes, rows_multiple, *, separate) -> PackedBatch:
     )
   kept = (branch.kept for trie in tries for branch in trie.branches if branch.kept is not None)
   batch = _empty_batch(num_rows, shape, max((ids.shape[1] for ids in kept), default=0))
+  placed = []
   for row, tries_of_row in enumerate(rows):
     start, triple = 0, 0
     for trie in tries_of_row:
+      placed.append(PlacedTrie(trie.group, row, start, trie.prompt, trie.contexts, trie.layout))
       start, triple = _write(batch, row, start, triple, trie)
-  return batch
+  weights = place_weights(batch.tokens.shape, placed) if weigh_places else None
+  return batch._replace(place_weight=weights)
 
 
 def _make_tries(groups, advantages, rewards, *, separate, bootstrap) -> list[_Trie]:

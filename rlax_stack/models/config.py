@@ -1,6 +1,6 @@
 """The shape of a decoder, as frozen data: one `ModelConfig` covers every family of the project.
 
-Llama 3.x, SmolLM2, Mistral, Qwen2/2.5 and Qwen3 dense differ only in the fields below. Not for the
+Llama 3.x, SmolLM2, Mistral, Qwen2/2.5, Qwen3, Mixtral and Qwen3-MoE differ only in the fields below. Not for the
 files that shapes are read from (`hf_config.py`, `gguf_config.py`). Invariant: a `ModelConfig` that
 exists is consistent.
 """
@@ -11,6 +11,7 @@ from rlax_stack.errors import ConfigError
 
 _SIZE_LIMIT = 2**31 - 1  # sizes are int32 on the device
 _LAYER_LIMIT = 1024  # far above every real model; a hostile file asks for more
+_EXPERT_LIMIT = 4096
 _FLOAT_LIMIT = 1e30
 _ROPE_KINDS = ('linear', 'llama3', 'factors')
 
@@ -71,6 +72,10 @@ class ModelConfig:
   (Qwen2). qk_norm: RMS norm over each head's q and k (Qwen3). sliding_window: a token sees that
   many tokens, itself included; None sees all. max_context: tokens the model was trained to see.
 
+  num_experts: 0 is dense; else the MLP of every layer is a mixture of so many experts of width
+  moe_intermediate_size, of which each token takes experts_per_token (intermediate_size is then kept
+  for the model's files alone). norm_topk_prob: the weights of those are divided by their sum.
+
   Raises:
     ConfigError: a field, or two together, that no decoder can have.
   """
@@ -90,6 +95,10 @@ class ModelConfig:
   qk_norm: bool = False
   sliding_window: int | None = None
   max_context: int = 2048
+  num_experts: int = 0
+  experts_per_token: int = 0
+  moe_intermediate_size: int = 0
+  norm_topk_prob: bool = True
 
   def __post_init__(self):
     for name in ('vocab_size', 'hidden_size', 'intermediate_size', 'max_context'):
@@ -99,12 +108,13 @@ class ModelConfig:
       _positive_int('ModelConfig', name, getattr(self, name), limit)
     for name in ('rope_theta', 'rms_norm_eps'):
       _positive_float('ModelConfig', name, getattr(self, name))
-    for name in ('tie_embeddings', 'attention_bias', 'qk_norm'):
+    for name in ('tie_embeddings', 'attention_bias', 'qk_norm', 'norm_topk_prob'):
       if not isinstance(getattr(self, name), bool):
         raise ConfigError(f'ModelConfig.{name} must be True or False, got {getattr(self, name)!r}.')
     if self.sliding_window is not None:
       _positive_int('ModelConfig', 'sliding_window', self.sliding_window)
     self._check_together()
+    self._check_experts()
 
   def _check_together(self) -> None:
     if self.num_heads % self.num_kv_heads:
@@ -119,4 +129,22 @@ class ModelConfig:
       raise ConfigError(
         'RopeScaling.factors must hold one factor for each rotary pair, got '
         f'{len(factors)} for {self.head_dim=}.'
+      )
+
+  def _check_experts(self) -> None:
+    names = ('experts_per_token', 'moe_intermediate_size')
+    if self.num_experts == 0 and not isinstance(self.num_experts, bool):
+      for name in names:
+        if getattr(self, name) != 0:
+          raise ConfigError(
+            f'ModelConfig.{name} belongs to a mixture of experts, got {getattr(self, name)!r} with num_experts=0.'
+          )
+      return
+    _positive_int('ModelConfig', 'num_experts', self.num_experts, _EXPERT_LIMIT)
+    for name in names:
+      _positive_int('ModelConfig', name, getattr(self, name))
+    if self.experts_per_token > self.num_experts:
+      raise ConfigError(
+        'ModelConfig.experts_per_token must be at most num_experts, got '
+        f'{self.experts_per_token=} and {self.num_experts=}.'
       )

@@ -1,4 +1,4 @@
-"""One decoder family in flax NNX: Llama 3, SmolLM2, Mistral, Qwen2 and Qwen3 by configuration.
+"""One decoder family in flax NNX: Llama 3, SmolLM2, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE by configuration.
 
 Layers are stacked on axis 0 and scanned. Attention is not computed here: the caller passes
 `attend`, so that packed training rows, prefill and decode share every other line of the model.
@@ -9,6 +9,10 @@ Hugging Face stores them:
     layers/{attn,mlp}_norm/scale [L, D]
     layers/{q,k,v,o,gate,up,down}_proj/kernel [L, out, in]
     layers/{q,k,v}_proj/bias [L, out] (Qwen2)    layers/{q,k}_norm/scale [L, Dh] (Qwen3)
+
+A mixture has, instead of gate, up and down:
+
+    layers/router/kernel [L, E, D]    layers/experts_{gate,up,down}/kernel [L, E, out, in]
 """
 
 import functools
@@ -18,14 +22,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from rlax_stack.errors import ConfigError
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.experts import ExpertKernels, Routing, mix, route
 from rlax_stack.models.quantised import QuantisedKernel, rows_product
 from rlax_stack.models.rotary import rotate, rotation
 
 Params = dict[str, Any]
 Attend = Callable[..., Any]  # of queries, keys and values, and of what a layer has of its own
+ObserveRouter = Callable[[Routing], Any]
 
 _PRECISE_BLOCK = 64  # inputs summed at once where the highest precision is asked for
 
@@ -101,8 +108,17 @@ def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
   return jax.nn.silu(gate) * up
 
 
+class ExpertLinear(nnx.Module):
+  """The kernels [E, out, in] of one projection of every expert; models/experts.py multiplies by them."""
+
+  def __init__(self, experts: int, in_size: int, out_size: int, *, rngs: nnx.Rngs):
+    shape = (experts, out_size, in_size)
+    drawn = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape)
+    self.kernel = nnx.Param(in_size**-0.5 * drawn)
+
+
 class DecoderLayer(nnx.Module):
-  """Pre-norm attention and SwiGLU, with a pluggable attention."""
+  """Pre-norm attention and SwiGLU, of one MLP or of a mixture, with a pluggable attention."""
 
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
     self.config = config
@@ -113,14 +129,22 @@ class DecoderLayer(nnx.Module):
     self.q_proj = linear(hidden, queries, bias=config.attention_bias)
     self.k_proj = linear(hidden, keys, bias=config.attention_bias)
     self.v_proj = linear(hidden, keys, bias=config.attention_bias)
-    self.gate_proj = linear(hidden, config.intermediate_size, bias=False)
-    self.up_proj = linear(hidden, config.intermediate_size, bias=False)
+    if config.num_experts:
+      experts, width = config.num_experts, config.moe_intermediate_size
+      self.router = linear(hidden, experts, bias=False)
+      self.experts_gate = ExpertLinear(experts, hidden, width, rngs=rngs)
+      self.experts_up = ExpertLinear(experts, hidden, width, rngs=rngs)
+      self.experts_down = ExpertLinear(experts, width, hidden, rngs=rngs)
+    else:
+      self.gate_proj = linear(hidden, config.intermediate_size, bias=False)
+      self.up_proj = linear(hidden, config.intermediate_size, bias=False)
     if config.qk_norm:
       self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
       self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
     self.o_proj = linear(queries, hidden, bias=False)
     self.mlp_norm = RMSNorm(hidden, config.rms_norm_eps)
-    self.down_proj = linear(config.intermediate_size, hidden, bias=False)
+    if not config.num_experts:
+      self.down_proj = linear(config.intermediate_size, hidden, bias=False)
 
   def _qkv(self, x: jax.Array, sin: jax.Array, cos: jax.Array) -> tuple[jax.Array, ...]:
     """Queries [..., H, Dh], keys and values [..., K, Dh], normalised (Qwen3) and rotated."""
@@ -134,13 +158,38 @@ class DecoderLayer(nnx.Module):
   def _mlp(self, x: jax.Array) -> jax.Array:
     return self.down_proj(_swiglu(self.gate_proj(x), self.up_proj(x)))
 
+  def _mixture(self, x: jax.Array, mesh: Mesh | None) -> tuple[jax.Array, Routing]:
+    config = self.config
+    routing = route(
+      x,
+      self.router.kernel.get_value(),
+      experts_per_token=config.experts_per_token,
+      normalise=config.norm_topk_prob,
+    )
+    parts = (self.experts_gate, self.experts_up, self.experts_down)
+    kernels = ExpertKernels(*(part.kernel.get_value() for part in parts))
+    return mix(x, routing, kernels, mesh=mesh), routing
+
   def __call__(
-    self, x: jax.Array, sin: jax.Array, cos: jax.Array, attend: Attend
+    self,
+    x: jax.Array,
+    sin: jax.Array,
+    cos: jax.Array,
+    attend: Attend,
+    *,
+    mesh: Mesh | None = None,
+    observe: ObserveRouter | None = None,
   ) -> tuple[jax.Array, Any]:
-    """x [..., D] -> (x [..., D], aux). `attend(q, k, v)` returns (output [..., H, Dh], aux)."""
+    """x [..., D] -> (x [..., D], aux). `attend(q, k, v)` returns (output [..., H, Dh], aux).
+
+    With `observe`, of a mixture, aux is (aux of attend, observe(routing)). mesh: see `experts.mix`.
+    """
     attended, aux = attend(*self._qkv(self.attn_norm(x), sin, cos))
     x = x + self.o_proj(attended.reshape(*x.shape[:-1], -1).astype(x.dtype))
-    return x + self._mlp(self.mlp_norm(x)), aux
+    if not self.config.num_experts:
+      return x + self._mlp(self.mlp_norm(x)), aux
+    mixed, routing = self._mixture(self.mlp_norm(x), mesh)
+    return x + mixed, aux if observe is None else (aux, observe(routing))
 
 
 class Embedder(nnx.Module):
@@ -177,10 +226,13 @@ class Decoder(nnx.Module):
     compute_dtype: Any = jnp.float32,
     remat: str = 'none',
     of_layers: Any = None,
+    mesh: Mesh | None = None,
+    observe: ObserveRouter | None = None,
   ) -> tuple[jax.Array, Any]:
-    """tokens, positions int32 [R, T] -> (hidden [R, T, D], aux of attend stacked over layers).
+    """tokens, positions int32 [R, T] -> (hidden [R, T, D], aux of layers stacked).
 
-    With `of_layers`, arrays [L, ...], attend gets those of its layer as a fourth argument.
+    With `of_layers`, arrays [L, ...], attend gets those of its layer as a fourth argument. mesh and observe: see
+    DecoderLayer.
     """
     graph, stacked = nnx.split(self.layers)
     sin, cos = rotation(self.config, positions)
@@ -188,7 +240,7 @@ class Decoder(nnx.Module):
     def layer(x, of_layer):
       state, inputs = of_layer
       with_inputs = attend if inputs is None else lambda q, k, v: attend(q, k, v, inputs)
-      return nnx.merge(graph, state)(x, sin, cos, with_inputs)
+      return nnx.merge(graph, state)(x, sin, cos, with_inputs, mesh=mesh, observe=observe)
 
     if remat != 'none':
       layer = jax.checkpoint(layer, policy=remat_policy(remat), prevent_cse=False)
@@ -240,6 +292,7 @@ def hidden_states(
   *,
   compute_dtype: Any = jnp.float32,
   remat: str = 'none',
+  mesh: Mesh | None = None,
 ) -> jax.Array:
   """Hidden states after the final norm.
 
@@ -252,6 +305,7 @@ def hidden_states(
       scaled.
     compute_dtype: dtype of activations.
     remat: 'none', 'layer' or 'dots'.
+    mesh: where rows and parameters live; a mixture splits its work by it.
 
   Returns:
     [R, T, D] in compute_dtype.
@@ -264,6 +318,7 @@ def hidden_states(
     lambda q, k, v: (attend(q, k, v), None),
     compute_dtype=compute_dtype,
     remat=remat,
+    mesh=mesh,
   )
   return hidden
 
@@ -278,15 +333,25 @@ def hidden_states_and_aux(
   compute_dtype: Any = jnp.float32,
   remat: str = 'none',
   of_layers: Any = None,
+  mesh: Mesh | None = None,
+  observe: ObserveRouter | None = None,
 ) -> tuple[jax.Array, Any]:
   """As `hidden_states`, but attend returns (output, aux): aux comes back stacked over layers.
 
-  With `of_layers`, arrays [L, ...], attend gets those of its layer as a fourth argument.
+  With `of_layers`, arrays [L, ...], attend gets those of its layer as a fourth argument. With `observe`, of a mixture,
+  what comes back is (aux, what `observe` makes of each layer's Routing).
   """
   graph, state = _abstract_decoder(config)
   decoder = nnx.merge(graph, _with_values(state, params))
   return decoder(
-    tokens, positions, attend, compute_dtype=compute_dtype, remat=remat, of_layers=of_layers
+    tokens,
+    positions,
+    attend,
+    compute_dtype=compute_dtype,
+    remat=remat,
+    of_layers=of_layers,
+    mesh=mesh,
+    observe=observe,
   )
 
 

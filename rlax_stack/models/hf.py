@@ -62,7 +62,7 @@ def load_hf(
     ),
   )
   params = assemble(
-    config, lambda leaf, layer: entries[leaf.hf_name.format(layer)].read(), dtype=dtype
+    config, lambda leaf, place: entries[leaf.hf_name.format(*place)].read(), dtype=dtype
   )
   return config, params
 
@@ -193,9 +193,8 @@ def _write_shards(
   for number, names in enumerate(plan, start=1):
     file = _SINGLE if len(plan) == 1 else f'model-{number:05d}-of-{len(plan):05d}.safetensors'
     tensors = {}
-    for name, path, layer in names:
-      value = get_leaf(params, path)
-      tensors[name] = np.ascontiguousarray(value if layer is None else value[layer], dtype)
+    for name, path, place in names:
+      tensors[name] = np.ascontiguousarray(get_leaf(params, path)[place], dtype)
       weight_map[name] = file
     save_file(tensors, directory / file, metadata={'format': 'pt'})
   if len(plan) > 1:
@@ -206,16 +205,16 @@ def _write_shards(
 
 def _plan_shards(
   config: ModelConfig, dtype: np.dtype, max_shard_bytes: int
-) -> Iterator[list[tuple[str, tuple[str, ...], int | None]]]:
+) -> Iterator[list[tuple[str, tuple[str, ...], tuple[int, ...]]]]:
   """Names of each shard with their place in the tree, filled in order."""
   shard, size = [], 0
   for leaf in leaves(config):
-    for layer in range(config.num_layers) if leaf.stacked else (None,):
+    for place in leaf.places(config):
       needed = _leaf_bytes(leaf.shape, dtype)
       if shard and size + needed > max_shard_bytes:
         yield shard
         shard, size = [], 0
-      shard.append((leaf.hf_name.format(layer), leaf.path, layer))
+      shard.append((leaf.hf_name.format(*place), leaf.path, place))
       size += needed
   yield shard
 

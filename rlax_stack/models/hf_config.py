@@ -10,7 +10,7 @@ from typing import Any
 from rlax_stack.errors import ConfigError, ModelFileError
 from rlax_stack.models.config import ModelConfig, RopeScaling
 
-_FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3')
+_FAMILIES = ('llama', 'mistral', 'mixtral', 'qwen2', 'qwen3', 'qwen3_moe')
 # What transformers takes for an absent key, where the families differ from llama.
 _DEFAULTS = {
   'llama': {'max_position_embeddings': 2048},
@@ -22,17 +22,36 @@ _DEFAULTS = {
     'sliding_window': 4096,
     'head_dim': 128,
   },
+  'mixtral': {
+    'max_position_embeddings': 131072,
+    'num_key_value_heads': 8,
+    'num_experts': 8,
+    'num_experts_per_tok': 2,
+    'rms_norm_eps': 1e-5,
+    'rope_theta': 1e6,
+  },
+  'qwen3_moe': {
+    'max_position_embeddings': 32768,
+    'num_key_value_heads': 4,
+    'sliding_window': 4096,
+    'num_experts': 128,
+    'num_experts_per_tok': 8,
+    'moe_intermediate_size': 768,
+    'norm_topk_prob': False,
+  },
 }
 _ARCHITECTURES = {
   'llama': 'LlamaForCausalLM',
   'mistral': 'MistralForCausalLM',
   'qwen2': 'Qwen2ForCausalLM',
   'qwen3': 'Qwen3ForCausalLM',
+  'mixtral': 'MixtralForCausalLM',
+  'qwen3_moe': 'Qwen3MoeForCausalLM',
 }
 
 
 def config_from_hf(fields: Mapping[str, Any]) -> ModelConfig:
-  """Reads the fields of a `config.json` of a Llama, Mistral, Qwen2 or Qwen3 model.
+  """Reads the fields of a `config.json` of a Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE model.
 
   Raises:
     ModelFileError: an unknown family, a missing or impossible field, or an unsupported feature.
@@ -66,9 +85,10 @@ def config_from_hf(fields: Mapping[str, Any]) -> ModelConfig:
       rms_norm_eps=merged.get('rms_norm_eps', 1e-6),
       tie_embeddings=merged.get('tie_word_embeddings', False),
       attention_bias=family == 'qwen2',
-      qk_norm=family == 'qwen3',
+      qk_norm=family in ('qwen3', 'qwen3_moe'),
       sliding_window=_sliding_window(family, merged),
       max_context=merged['max_position_embeddings'],
+      **_experts(family, merged),
     )
   except ConfigError as error:
     raise ModelFileError(f'config.json: {error}') from error
@@ -84,7 +104,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     raise ModelFileError(
       'qk_norm together with attention_bias has no Hugging Face family; export needs one of them.'
     )
-  if config.qk_norm:
+  if config.num_experts:
+    family = _family_of_mixture(config)
+  elif config.qk_norm:
     family = 'qwen3'
   elif config.attention_bias:
     family = 'qwen2'
@@ -108,18 +130,68 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     'tie_word_embeddings': config.tie_embeddings,
     'attention_dropout': 0.0,
   }
+  return fields | _fields_of_family(family, config)
+
+
+def _fields_of_family(family: str, config: ModelConfig) -> dict[str, Any]:
   if family == 'llama':
-    return {**fields, 'attention_bias': False, 'mlp_bias': False}
-  fields['sliding_window'] = config.sliding_window
+    return {'attention_bias': False, 'mlp_bias': False}
+  sliding = config.sliding_window is not None
+  fields: dict[str, Any] = {'sliding_window': config.sliding_window}
   if family in ('qwen2', 'qwen3'):
-    sliding = config.sliding_window is not None
-    fields |= {
-      'use_sliding_window': sliding,
-      'max_window_layers': 0 if sliding else config.num_layers,
-    }
-  if family == 'qwen3':
+    fields['max_window_layers'] = 0 if sliding else config.num_layers
+  if family.startswith('qwen'):
+    fields['use_sliding_window'] = sliding
+  if family.startswith('qwen3'):
     fields['attention_bias'] = False
+  if family == 'mixtral':
+    fields |= {
+      'intermediate_size': config.moe_intermediate_size,
+      'num_local_experts': config.num_experts,
+      'num_experts_per_tok': config.experts_per_token,
+    }
+  if family == 'qwen3_moe':
+    fields |= {
+      'num_experts': config.num_experts,
+      'num_experts_per_tok': config.experts_per_token,
+      'moe_intermediate_size': config.moe_intermediate_size,
+      'norm_topk_prob': config.norm_topk_prob,
+      'decoder_sparse_step': 1,
+      'mlp_only_layers': [],
+    }
   return fields
+
+
+def _family_of_mixture(config: ModelConfig) -> str:
+  if config.qk_norm:
+    return 'qwen3_moe'
+  if config.attention_bias or not config.norm_topk_prob:
+    raise ModelFileError(
+      'a mixture of experts without qk_norm is Mixtral, which has no attention_bias and normalises, got '
+      f'{config.attention_bias=} and {config.norm_topk_prob=}. It has no Hugging Face family.'
+    )
+  return 'mixtral'
+
+
+def _experts(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+  """The fields of ModelConfig that a mixture has."""
+  if family not in ('mixtral', 'qwen3_moe'):
+    return {}
+  step, dense = fields.get('decoder_sparse_step', 1), fields.get('mlp_only_layers') or []
+  if step != 1 or dense:
+    raise ModelFileError(
+      f'config.json: decoder_sparse_step={step!r} and mlp_only_layers={dense!r} put dense layers between those of '
+      'experts, which is not supported. Use a model whose layers are all sparse (step 1, no such layers).'
+    )
+  width = 'intermediate_size' if family == 'mixtral' else 'moe_intermediate_size'
+  # transformers 5 calls the number of experts by either name.
+  count = fields.get('num_local_experts')
+  return {
+    'num_experts': _required(fields, 'num_experts') if count is None else count,
+    'experts_per_token': _required(fields, 'num_experts_per_tok'),
+    'moe_intermediate_size': _required(fields, width),
+    'norm_topk_prob': family == 'mixtral' or fields['norm_topk_prob'],
+  }
 
 
 def _required(fields: Mapping[str, Any], name: str) -> Any:
@@ -158,10 +230,12 @@ def _sliding_window(family: str, fields: Mapping[str, Any]) -> int | None:
   if family == 'llama':
     return None
   window = fields.get('sliding_window')
-  if family == 'mistral' or window is None:
+  if family in ('mistral', 'mixtral') or window is None:
     return window
   if not fields.get('use_sliding_window', False):
     return None
+  if family == 'qwen3_moe':  # transformers gives the window to all of its layers
+    return window
   kinds = _attention_kinds(fields)
   if kinds == {'full'}:
     return None

@@ -3,8 +3,9 @@
 Decode multiplies few tokens by large matrices. On the CPU `W [out, in] @ x [in, M]` is two to three times quicker than
 `x [M, in] @ Wᵀ` for small M, and a column's result does not depend on where it stands; hence hidden states are [D, M]
 here. Layers run in a loop, compiled once. Slicing a layer's kernel out of a stack would copy the whole model in every
-step, so kernels are separate arrays and a switch picks the product. The formulas are those of models/decoder.py, which
-stays the reference (a test compares the two).
+step, so kernels are separate arrays and a switch picks the product. Experts stay in their stack: only those that were
+chosen are taken out of it. The formulas are those of models/decoder.py, which stays the reference (a test compares the
+two).
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.experts import ExpertKernels, mix, route
 from rlax_stack.models.quantised import Kernel, QuantisedKernel, columns_product
 from rlax_stack.models.rope import rope_inverse_frequencies
 
@@ -23,7 +25,8 @@ class ServingParams(NamedTuple):
   """What every engine call takes: the model's own tree for prefill and fused kernels for decode."""
 
   model: decoder.Params  # the tree of models/decoder.py, in the compute dtype
-  kernels: tuple[dict[str, Kernel], ...]  # one dict per layer: qkv, o, gate_up, down, [out, in]
+  # One dict per layer: qkv, o and, but for mixtures, gate_up and down, [out, in].
+  kernels: tuple[dict[str, Kernel], ...]
   qkv_bias: jax.Array | None  # [L, out], where the model has one
   draft: 'ServingParams | None' = None  # a quantised copy that proposes tokens
 
@@ -40,12 +43,10 @@ def fuse_layer(stacked: decoder.Params, index: jax.Array, *, dtype: Any) -> dict
       return jnp.concatenate([kernel[index].astype(dtype) for kernel in kernels])
     return jax.tree.map(lambda *parts: jnp.concatenate([x[index] for x in parts]), *kernels)
 
-  return {
-    'qkv': join('q', 'k', 'v'),
-    'o': join('o'),
-    'gate_up': join('gate', 'up'),
-    'down': join('down'),
-  }
+  attention = {'qkv': join('q', 'k', 'v'), 'o': join('o')}
+  if 'router' in stacked:
+    return attention
+  return attention | {'gate_up': join('gate', 'up'), 'down': join('down')}
 
 
 _fuse_layer = jax.jit(fuse_layer, static_argnames='dtype')
@@ -125,9 +126,28 @@ def finish_layer(
   columns = attended.reshape(x.shape[1], -1).astype(x.dtype).T
   x = x + _product(params, 'o', layer, columns)
   scale = params.model['layers']['mlp_norm']['scale'][layer]
-  both = _product(params, 'gate_up', layer, _norm(scale, x, config.rms_norm_eps))
+  normed = _norm(scale, x, config.rms_norm_eps)
+  if config.num_experts:
+    return x + _mixture(params.model['layers'], config, layer, normed)
+  both = _product(params, 'gate_up', layer, normed)
   gate, up = jnp.split(both, 2, axis=0)
   return x + _product(params, 'down', layer, jax.nn.silu(gate) * up)
+
+
+def _mixture(
+  stacked: decoder.Params, config: ModelConfig, layer: jax.Array, x: jax.Array
+) -> jax.Array:
+  """The experts of int32 layer [], of x [D, M]."""
+  count, rows = config.num_experts, x.T
+  routing = route(
+    rows,
+    stacked['router']['kernel'][layer],
+    experts_per_token=config.experts_per_token,
+    normalise=config.norm_topk_prob,
+  )
+  parts = (stacked[f'experts_{name}']['kernel'] for name in ('gate', 'up', 'down'))
+  kernels = ExpertKernels(*(part.reshape(-1, *part.shape[2:]) for part in parts))
+  return mix(rows, routing, kernels, first=layer * count).T
 
 
 def logits_of(params: ServingParams, config: ModelConfig, x: jax.Array) -> jax.Array:

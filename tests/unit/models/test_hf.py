@@ -21,6 +21,8 @@ _VARIANTS = [
   {'sliding_window': 4, 'tie_embeddings': False},
   {'attention_bias': True},
   {'qk_norm': True, 'head_dim': 16},
+  {'num_experts': 4, 'experts_per_token': 2, 'moe_intermediate_size': 64},
+  {'num_experts': 3, 'experts_per_token': 1, 'moe_intermediate_size': 24, 'qk_norm': True},
 ]
 
 

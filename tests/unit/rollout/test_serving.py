@@ -17,6 +17,14 @@ _VARIANTS = {
   'llama': {},
   'qwen2': {'attention_bias': True, 'tie_embeddings': False},
   'qwen3': {'qk_norm': True, 'num_layers': 1},
+  'mixtral': {'num_experts': 4, 'experts_per_token': 2, 'moe_intermediate_size': 24},
+  'qwen3_moe': {
+    'num_experts': 6,
+    'experts_per_token': 3,
+    'moe_intermediate_size': 16,
+    'norm_topk_prob': False,
+    'qk_norm': True,
+  },
 }
 
 

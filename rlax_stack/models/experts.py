@@ -248,7 +248,10 @@ def _product_backward(block, kept, gradient):
       above, lines, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
     of_slots = lax.dynamic_update_slice_in_dim(of_slots, below, i * block, axis=0)
-    return of_slots, of_kernel.at[owner[i]].add(share)
+    # A slice taken and put back, which is done in place.
+    sofar = lax.dynamic_index_in_dim(of_kernel, owner[i], keepdims=False)
+    of_kernel = lax.dynamic_update_index_in_dim(of_kernel, sofar + share, owner[i], axis=0)
+    return of_slots, of_kernel
 
   zeros = jnp.zeros_like(slots), jnp.zeros(kernel.shape, jnp.float32)
   of_slots, of_kernel = lax.fori_loop(0, used, body, zeros)

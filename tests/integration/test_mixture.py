@@ -1,7 +1,6 @@
 """A mixture of experts from its folder through sampling, scoring and training."""
 
 import dataclasses
-import shutil
 
 import jax
 import numpy as np
@@ -34,8 +33,7 @@ def config(toy, toy_arguments, tmp_path_factory):
     '--config.learner.router_aux_coef=0.01',
     '--config.learner.router_z_coef=0.001',
   )
-  yield command_line.parse(['launch', *flags, *more])[0]
-  shutil.rmtree(folder)
+  return command_line.parse(['launch', *flags, *more])[0]
 
 
 def test_engine_log_probs_equal_the_learners_and_training_measures_the_router(config):

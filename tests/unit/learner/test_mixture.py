@@ -22,6 +22,7 @@ from rlax_stack.models import decoder
 from rlax_stack.objectives.router import NO_ROUTER_LOSS, RouterLoss
 from rlax_stack.rollout.prefill import causal_attention
 from rlax_stack.sharding import make_mesh
+from rlax_stack.types import PackedBatch
 
 # Updates that follow the gradient smoothly: Adam's first would be its sign.
 SMOOTH = OptimizerSettings(learning_rate=0.5, eps=1.0, max_grad_norm=1e9)
@@ -167,7 +168,7 @@ def test_dense_models_know_no_router(make_learner, tiny, mixture):
 
 
 def test_rows_without_weights_are_refused(mixture, params):
-  rows = dataclasses.make_dataclass('Rows', ['place_weight'])(None)
+  rows = PackedBatch(**dict.fromkeys(PackedBatch._fields))
   with pytest.raises(ValueError, match='weigh_places=True'):
     row_states_and_router(params, mixture, rows, ForwardSettings())
 

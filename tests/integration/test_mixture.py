@@ -28,6 +28,7 @@ def config(toy, toy_arguments, tmp_path_factory):
   flags = [flag for flag in toy_arguments('unused') if 'model.path' not in flag]
   more = (
     f'--config.model.path={folder}',
+    '--config.model.compute_dtype=float32',
     '--config.rollout.max_tokens=6',
     '--config.rollout.stop_strings=()',
     '--config.learner.router_aux_coef=0.01',

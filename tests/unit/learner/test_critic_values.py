@@ -33,7 +33,7 @@ def _score(learner, groups):
 def _values_of(learner, config, tokens):
   """Value after every token of one sequence, by a row of its own and numpy."""
   length = len(tokens)
-  empty = packing._empty_batch(1, RowShape(length, 1))
+  empty = packing.empty_batch(1, RowShape(length, 1))
   rows = empty._replace(
     tokens=np.asarray(tokens, np.int32)[None],
     positions=np.arange(length, dtype=np.int32)[None],
@@ -148,7 +148,7 @@ def test_critic_learns_the_value_of_every_prompt(critic, make_groups, make_criti
 def test_helpers_of_the_step(make_critic_learner):
   """Values before and after are read off the same row; a shared trunk needs the policy's states."""
   value = jnp.array([[1.0, 2.0, 3.0, 4.0]])
-  rows = packing._empty_batch(1, RowShape(4, 3))._replace(
+  rows = packing.empty_batch(1, RowShape(4, 3))._replace(
     source_index_t=jnp.array([[0, 2, 1]]), next_index_t=jnp.array([[2, -1, 3]])
   )
   np.testing.assert_array_equal(critics.values_before(value, rows), [[1.0, 3.0, 2.0]])

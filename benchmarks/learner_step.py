@@ -35,6 +35,7 @@ from rlax_stack.learner.state import init_state
 from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.shapes import SHAPES
 from rlax_stack.objectives.objective import resolve
 from rlax_stack.sharding import make_mesh
 from rlax_stack.types import FinishReason, Group, Prompt, Trajectory
@@ -52,18 +53,6 @@ class Workload(NamedTuple):
 _HEAD_ROWS = 512  # rows of the LM head's products as measured; more run at the same rate
 
 WORKLOADS = {'W3': Workload(8, 8, 64, 64), 'W4': Workload(2, 8, 1024, 64)}
-
-SMOLLM2_135M = ModelConfig(
-  vocab_size=49152,
-  hidden_size=576,
-  intermediate_size=1536,
-  num_layers=30,
-  num_heads=9,
-  num_kv_heads=3,
-  head_dim=64,
-  rope_theta=100000.0,
-  max_context=8192,
-)
 
 _WORKLOADS = flags.DEFINE_list('workloads', sorted(WORKLOADS), 'which of W3, W4')
 _REPEATS = flags.DEFINE_integer('repeats', 3, 'measured steps of each layout; their mean counts')
@@ -229,7 +218,7 @@ def main(argv):
   dtype = resolve_compute_dtype(_DTYPE.value)
   results = {}
   for name in _WORKLOADS.value:
-    results[name] = _measure(SMOLLM2_135M, name, dtype)
+    results[name] = _measure(SHAPES['smollm2_135m'], name, dtype)
     lines = (f'  {key:24s}{value:12.2f}' for key, value in results[name].items())
     print('\n'.join([f'{name} {WORKLOADS[name]}', *lines]))
   ratios = [result['ratio_to_limit'] for result in results.values()]

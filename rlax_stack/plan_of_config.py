@@ -75,9 +75,7 @@ def _report(
   free = 1 - used / kind.hbm_bytes
   times = cost_model.step_time(train, kind, count)
   scoring = cost_model.step_time(score, kind, count)
-  passes = int('anchor' in settings.objective.tags) + int(
-    learner_programs.scores_proximal(settings)
-  )
+  passes = int('anchor' in settings.objective.tags) + int(settings.scores_proximal)
   step_s = settings.updates_per_batch * times.serial_s + passes * scoring.serial_s
   needed = _needed_flops(config, model) * settings.updates_per_batch
   mfu = needed / (count * kind.matmul_flops * step_s)

@@ -54,6 +54,11 @@ class LearnerSettings:
   updates_per_batch: int = 1
   max_skipped_in_row: int = 5
 
+  @property
+  def scores_proximal(self) -> bool:
+    """Whether the proximal policy is scored by itself: it is another one than the current policy."""
+    return self.updates_per_batch > 1 or self.objective.average_decay is not None
+
 
 class StepMetrics:
   """Metrics of one batch, still on the device; `result` waits for them."""
@@ -96,7 +101,7 @@ class Learner:
     )
     self._host_state = self._objective.init_host_state()
     self._version = 0
-    self._score_proximal = settings.updates_per_batch > 1 or self._averaged
+    self._score_proximal = settings.scores_proximal
     self._step = make_train_step(
       config,
       mesh,

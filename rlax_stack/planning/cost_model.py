@@ -8,6 +8,9 @@ counted.
 import dataclasses
 import math
 
+import jax
+
+from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.planning.learner_programs import ProgramFigures
 from rlax_stack.planning.topologies import DeviceKind
@@ -46,13 +49,7 @@ def step_time(figures: ProgramFigures, kind: DeviceKind, num_devices: int) -> St
 
 def num_parameters(config: ModelConfig) -> int:
   """Numbers in the model."""
-  hidden, head = config.hidden_size, config.head_dim
-  attention = hidden * head * (2 * config.num_heads + 2 * config.num_kv_heads)
-  bias = head * (config.num_heads + 2 * config.num_kv_heads) if config.attention_bias else 0
-  norms = 2 * hidden + (2 * head if config.qk_norm else 0)
-  layer = attention + bias + 3 * hidden * config.intermediate_size + norms
-  embeddings = config.vocab_size * hidden * (1 if config.tie_embeddings else 2)
-  return config.num_layers * layer + embeddings + hidden
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(decoder.abstract_params(config)))
 
 
 def model_flops(
@@ -93,9 +90,7 @@ class EngineBytes:
 def engine_bytes(config: ModelConfig, sizes: EngineConfig, itemsize: int) -> EngineBytes:
   """Of an engine of these sizes; a quantised number takes one byte and its scales a little."""
   weight = itemsize if sizes.weights == 'same' else 1
-  kv = itemsize if sizes.kv == 'same' else 1 + 4 / config.head_dim
-  token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv
-  embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+  token, embeddings = _token_bytes(config, sizes, itemsize), _embeddings(config)
   layers = num_parameters(config) - embeddings
   # Layers are held twice: as prefill and as decode multiply by them.
   return EngineBytes(
@@ -113,15 +108,21 @@ def decode_step_s(
   samples.
   """
   held = engine_bytes(config, sizes, itemsize)
-  kv = itemsize if sizes.kv == 'same' else 1 + 4 / config.head_dim
-  token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv
+  token = _token_bytes(config, sizes, itemsize)
   rows = min(group_size, sizes.rows_per_block)
   prompts = math.ceil(sizes.slots / rows) * sizes.max_prompt_tokens
   read = token * (prompts + sizes.slots * sizes.max_new_tokens / 2)
-  layers = (held.weights - _embedding_bytes(config, itemsize)) / 2  # decode reads one of the two
+  layers = (held.weights - _embeddings(config) * itemsize) / 2  # decode reads one of the two
   head = config.vocab_size * config.hidden_size * itemsize
   return (layers + head + read) / kind.hbm_bytes_s
 
 
-def _embedding_bytes(config: ModelConfig, itemsize: int) -> float:
-  return config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2) * itemsize
+def _embeddings(config: ModelConfig) -> int:
+  """Numbers in the embeddings and the LM head."""
+  return config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+
+
+def _token_bytes(config: ModelConfig, sizes: EngineConfig, itemsize: int) -> float:
+  """Of the keys and values of one token in all layers."""
+  kv = itemsize if sizes.kv == 'same' else 1 + 4 / config.head_dim
+  return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv

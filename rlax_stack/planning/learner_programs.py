@@ -67,18 +67,13 @@ def abstract_batch(
     empty = empty._replace(value_t=empty.adv_t, next_value_t=empty.adv_t)
   leading = (rows.max_micro_batches, rows.micro_batch_rows)
   batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*leading, *x.shape[1:]), x.dtype), empty)
-  if scores_proximal(settings):
+  if settings.scores_proximal:
     proximal = make_proximal_score(config, mesh, settings.forward, settings.objective)
     params = learner_state(config, settings, mesh).params
     batch = jax.eval_shape(proximal, params, batch, jax.ShapeDtypeStruct((), np.int32))
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(mesh)), batch
   )
-
-
-def scores_proximal(settings: LearnerSettings) -> bool:
-  """Whether the learner scores the proximal policy by itself, as learner.Learner decides it."""
-  return settings.updates_per_batch > 1 or settings.objective.average_decay is not None
 
 
 def learner_state(config: ModelConfig, settings: LearnerSettings, mesh: Mesh) -> LearnerState:
@@ -118,7 +113,7 @@ def train_figures(
     forward=settings.forward,
     objective=settings.objective,
     optimizer=settings.optimizer,
-    score_proximal=scores_proximal(settings),
+    score_proximal=settings.scores_proximal,
   )
   state = learner_state(config, settings, mesh)
   batch = abstract_batch(config, settings, mesh, kept_tokens)

@@ -29,7 +29,7 @@ from rlax_stack.rollout.engine_state import (
   empty_result,
   empty_state,
 )
-from rlax_stack.rollout.row_steps import accept, draw, likeliest, start_rows
+from rlax_stack.rollout.row_steps import accept, draw, goes_on, likeliest, start_rows
 from rlax_stack.rollout.serving import ServingParams
 from rlax_stack.rollout.step_inputs import step_inputs
 
@@ -101,9 +101,7 @@ def _generate(
 
   def going(carry: tuple[RowState, Any, Any, ResultTokens]) -> jax.Array:
     rows, _, _, result = carry
-    running = jnp.sum(rows.active)
-    finished = (stop_after > 0) & (before - running >= stop_after)
-    return (result.steps < steps) & (running > 0) & ~finished
+    return goes_on(rows, result, before, steps, stop_after)
 
   def step(
     carry: tuple[RowState, Any, Any, ResultTokens],

@@ -49,6 +49,15 @@ def draw(
   return drawn, jnp.where(forced >= 0, forced, drawn.token)
 
 
+def goes_on(
+  rows: RowState, result: ResultTokens, before: jax.Array, steps: jax.Array, stop_after: jax.Array
+) -> jax.Array:
+  """Whether a call takes another step, bool []: of `before` rows some still run, and too few of them have finished."""
+  running = jnp.sum(rows.active)
+  finished = (stop_after > 0) & (before - running >= stop_after)
+  return (result.steps < steps) & (running > 0) & ~finished
+
+
 def accept(rows: RowState, token: jax.Array, who: jax.Array) -> RowState:
   """Rows `who` [M] take a token at the position after their newest one."""
   advance = who.astype(jnp.int32)

@@ -30,7 +30,7 @@ from rlax_stack.rollout.engine_state import (
   RowState,
   empty_result,
 )
-from rlax_stack.rollout.row_steps import likeliest
+from rlax_stack.rollout.row_steps import goes_on, likeliest
 from rlax_stack.rollout.sampler import RowSampling, Sampled, sample
 from rlax_stack.rollout.self_drafts import draft_ahead
 from rlax_stack.rollout.serving import ServingParams
@@ -104,9 +104,7 @@ def speculate(
 
   def going(carry: tuple[RowState, Any, Any, ResultTokens]) -> jax.Array:
     rows, _, _, result = carry
-    running = jnp.sum(rows.active)
-    finished = (stop_after > 0) & (before - running >= stop_after)
-    return (result.steps < steps) & (running > 0) & ~finished
+    return goes_on(rows, result, before, steps, stop_after)
 
   def step(
     carry: tuple[RowState, Any, Any, ResultTokens],

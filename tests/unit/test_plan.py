@@ -102,7 +102,7 @@ def test_a_device_that_is_too_small_is_named_with_the_knob():
   assert score.temporary_bytes < train.temporary_bytes and 2.5 * score.flops < train.flops
   empty = empty_batch(2, RowShape(8, 4), 3)
   assert empty.kept_ids_t.shape == (2, 4, 3) and not empty.mask_t.any()
-  assert issubclass(OutOfMemory, ConfigError) and not learner_programs.scores_proximal(settings)
+  assert issubclass(OutOfMemory, ConfigError) and not settings.scores_proximal
   small = make_plan(_config(), _TINY, _topology(hbm_bytes=1e6))
   assert small.summary['fits'] is False and small.summary['hbm_free_fraction'] < 0
   assert 'micro_batch_tokens' in small.summary['cure'] or 'fsdp' in small.summary['cure']

@@ -3,9 +3,15 @@
 import jax.numpy as jnp
 import numpy as np
 
-from rlax_stack.rollout.engine_state import LENGTH, RUNNING, STOPPED, empty_rows
+from rlax_stack.rollout.engine_state import (
+  LENGTH,
+  RUNNING,
+  STOPPED,
+  empty_result,
+  empty_rows,
+)
 from rlax_stack.rollout.new_rows import make_new_rows
-from rlax_stack.rollout.row_steps import accept, draw, start_rows
+from rlax_stack.rollout.row_steps import accept, draw, goes_on, start_rows
 
 
 def test_a_token_ends_a_row_or_moves_it_on(tiny):
@@ -32,6 +38,21 @@ def test_a_known_token_is_taken_and_an_unknown_one_drawn(tiny):
   drawn, token = draw(logits, rows, jnp.zeros(8, jnp.int32), forced)
   np.testing.assert_array_equal(drawn.token, np.argmax(logits, axis=0))
   np.testing.assert_array_equal(token, np.where(forced >= 0, 5, np.argmax(logits, axis=0)))
+
+
+def test_a_call_ends_with_its_steps_its_rows_or_enough_that_finished(tiny):
+  rows = empty_rows(tiny.SIZES, 97)
+  result = empty_result(tiny.SIZES, (6, 8), rows.finish, jnp.int32(0))
+
+  def goes(running, done, stop_after):
+    active = jnp.arange(8) < running
+    at = result._replace(steps=jnp.int32(done))
+    numbers = (jnp.int32(4), jnp.int32(6), jnp.int32(stop_after))  # of 4 rows, 6 steps at most
+    return bool(goes_on(rows._replace(active=active), at, *numbers))
+
+  assert goes(4, 5, 0) and not goes(4, 6, 0)
+  assert goes(1, 0, 0) and not goes(0, 0, 0)
+  assert goes(3, 0, 2) and not goes(2, 0, 2)
 
 
 def test_only_chosen_slots_start(tiny):

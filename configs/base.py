@@ -76,7 +76,7 @@ def get_config():
   config.rollout.weights = 'same'  # of layers: same (compute_dtype) | int8 | fp8 | int8_dynamic
   config.rollout.kv = 'same'  # keys and values: same (compute_dtype) | int8 | fp8
   config.rollout.swap_mode = 'in_place'  # running samples at new weights: in_place, retract, drain
-  config.rollout.strategy = 'independent'  # independent | tree | prefix | delethink, with options
+  config.rollout.strategy = 'independent'  # independent | tree | prefix | replay | delethink
 
   # The boxes of the loss, each `name` or `name(option=value, ...)`; docs/algorithms.md lists them
   config.objective = ConfigDict()

@@ -12,6 +12,7 @@ import jax
 
 from rlax_stack.config import LearnerSection, RunConfig, to_plain
 from rlax_stack.data.iterator import PromptIterator
+from rlax_stack.data.prompt_history import PromptHistory
 from rlax_stack.data.source import PromptSource
 from rlax_stack.errors import ConfigError, DataError, PromptTooLongError
 from rlax_stack.fleet.coordinator import Coordinator
@@ -202,7 +203,7 @@ def _optimizer_settings(
 
 def make_coordinator(config: RunConfig, iterator: PromptIterator) -> Coordinator:
   """The coordinator over the training prompts."""
-  tags = resolve_objective(config).tags
+  tags, wanted = resolve_objective(config).tags, _limits(config).history
   return Coordinator(
     iterator.next,
     group_size=config.rollout.group_size,
@@ -214,6 +215,7 @@ def make_coordinator(config: RunConfig, iterator: PromptIterator) -> Coordinator
     greedy='greedy' in tags,
     max_reward_failure_fraction=config.rewards.max_failure_fraction,
     prompt_state=iterator.get_state,
+    history=None if wanted is None else PromptHistory(wanted, seed=config.seed),
   )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rlax_stack.config import RunConfig
 from rlax_stack.objectives.objective import Objective, resolve
 from rlax_stack.rewards.verifiers import STEP_VERIFIERS
+from rlax_stack.rollout.strategies import make_strategy, trains_on_the_past
 
 
 def resolve_objective(config: RunConfig) -> Objective:
@@ -35,7 +36,8 @@ def off_policy(config: RunConfig) -> bool:
   """Whether a sample may be trained on by another policy than the one that drew it."""
   rollout = config.rollout
   quantised = rollout.weights != 'same' or rollout.kv != 'same'
-  return quantised or config.fleet.max_staleness > 0 or config.learner.updates_per_batch > 1
+  past = trains_on_the_past(make_strategy(rollout.strategy))
+  return quantised or past or config.fleet.max_staleness > 0 or config.learner.updates_per_batch > 1
 
 
 def filters(config: RunConfig) -> bool:
@@ -98,4 +100,6 @@ def _importance_ratio(config: RunConfig, objective: Objective) -> str:
     return ''
   if dict(objective.ratio.options).get('base') == 'behaviour':
     return f'config.objective.ratio={objective.ratio.text}'
-  return 'max_staleness, updates_per_batch or quantised rollouts' if off_policy(config) else ''
+  return (
+    'max_staleness, updates_per_batch, quantised rollouts or replay' if off_policy(config) else ''
+  )

@@ -120,7 +120,7 @@ class Trajectory:
 
   All arrays have shape [T]. `behaviour_log_probs_t` are of the processed distribution that was
   sampled (temperature, top-k, top-p, min-p applied), `raw_log_probs_t` of the model's own at
-  temperature 1; both f32, 0 where `source_t` is not POLICY. `version_t` is the weights version that
+  temperature 1; both f32, 0 where no policy drew the token. `version_t` is the weights version that
   made the token, -1 where none did. A turn is an uninterrupted run of POLICY tokens.
 
   At every index of `context_starts` the context was set back to the prompt: the tokens from there on
@@ -176,6 +176,27 @@ class Trajectory:
     if self.kept_ids_t is None:
       return np.zeros(len(self.tokens), bool)
     return self.kept_ids_t[:, 0] == KEPT_OVERFLOW
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PastSample:
+  """What an earlier policy sampled after a prompt; arrays [T] as those of a Trajectory."""
+
+  tokens: np.ndarray  # int32
+  behaviour_log_probs_t: np.ndarray  # float32
+  raw_log_probs_t: np.ndarray  # float32
+  version_t: np.ndarray  # int32
+  reward: float
+  kept_ids_t: np.ndarray | None = None  # int32 [T, K]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Past:
+  """What a run knows of a prompt when a group of it is leased (data/prompt_history.py)."""
+
+  samples: tuple[PastSample, ...] = ()  # of its last visit
+  success_rate: float = 0.5
+  success_weights: np.ndarray | None = None  # float64, of data/success_model.py
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,7 @@ class Coordinator:
     max_failed_groups_in_row: int = 8,
     no_worker_warning_s: float = 15.0,
     prompt_state: Callable[[], Any] | None = None,
+    history: Any = None,
     clock: Callable[[], float] = time.monotonic,
   ):
     """Makes an idle coordinator; nothing is leased before the first `on_published`.
@@ -68,6 +69,7 @@ class Coordinator:
       reward_failure_window: in samples; the fraction counts once so many were scored.
       max_failed_groups_in_row: so many groups in which every verdict failed stop the run.
       no_worker_warning_s: the learner warns where no group is leased and no worker was heard for so long.
+      history: of the prompts (`data.prompt_history`), given to strategies with every lease; None for none.
       prompt_state: the prompt iterator's state as a JSON value, read in one instant with the rest by `state`.
       clock: monotonic seconds.
 
@@ -92,6 +94,7 @@ class Coordinator:
       max_attempts=max_attempts,
       lease_timeout_s=lease_timeout_s,
       greedy=greedy,
+      history=history,
     )
     self._version: int | None = None
     self._batch_taken = self._exhausted = False

@@ -14,7 +14,7 @@ from rlax_stack.errors import CheckpointError, FleetError, StaleLeaseError
 from rlax_stack.fleet import delivery
 from rlax_stack.fleet.lease import Lease, prompt_from_json, prompt_to_json
 from rlax_stack.fleet.ledger import Ledger, Outcome
-from rlax_stack.types import Group, Prompt, Trajectory
+from rlax_stack.types import Group, Past, Prompt, Trajectory
 
 PENDING, LEASED, READY, TAKEN = 'pending', 'leased', 'ready', 'taken'
 DROP_REASONS = ('stale', 'too_few_usable', 'no_baseline', 'worker_failed', 'cancelled')
@@ -43,6 +43,7 @@ class GroupTable:
     max_attempts: int,
     lease_timeout_s: float,
     greedy: bool = False,
+    history: Any = None,
   ):
     if min(min_group_size, max_attempts) < 1 or lease_timeout_s <= 0:
       raise ValueError(
@@ -56,6 +57,7 @@ class GroupTable:
     self._group_size, self._min_group_size = group_size, min_group_size
     self._max_staleness, self._max_attempts = max_staleness, max_attempts
     self._lease_timeout_s, self._greedy = lease_timeout_s, greedy
+    self._history = history
     self._records: dict[int, _Record] = {}
     self._leases: dict[int, Lease] = {}  # the newest of each group, expired or used ones included
     self._groups: dict[int, Group] = {}  # the delivered ones
@@ -102,6 +104,7 @@ class GroupTable:
       deadline_s=now_s + self._lease_timeout_s,
       min_version=version,
       last_version=record.last_version,
+      past=Past() if self._history is None else self._history.of(record.prompt.prompt_id),
     )
     return lease
 
@@ -195,6 +198,8 @@ class GroupTable:
       if self._greedy and outcome == Outcome.TRAINED:
         self.ledger.finish(group_id, self._group_size, Outcome.BASELINE)
       self.ledger.finish_group(group_id, outcome)
+    if self._history is not None and outcome == Outcome.TRAINED:
+      self._history.keep(groups)
 
   def check(self) -> None:
     """Raises FleetError where the ledger does not close or knows other groups than the table."""
@@ -224,6 +229,7 @@ class GroupTable:
       },
       'counters': dict(self.counters),
       'dropped_groups': dict(self.dropped_groups),
+      'history': None if self._history is None else self._history.state(),
     }
 
   def restore(self, state: Mapping[str, Any]) -> None:
@@ -237,6 +243,8 @@ class GroupTable:
       raise CheckpointError(
         f'Ledger {ledger.open_groups()} and prompts {sorted(records)} disagree. Use an older one.'
       )
+    if self._history is not None and state.get('history') is not None:
+      self._history.restore(state['history'])
     self.ledger, self._records, self.ready = ledger, records, []
     self._leases, self._groups = {}, {}
     self.counters = collections.Counter(state['counters'])

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlax_stack.errors import CheckpointError
-from rlax_stack.types import Message, Prompt
+from rlax_stack.types import Message, Past, Prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class Lease:
   deadline_s: float  # on the coordinator's clock; `Coordinator.extend` moves it
   min_version: int
   last_version: int
+  past: Past = Past()  # of the prompt, when the lease was granted
 
   @property
   def num_samples(self) -> int:

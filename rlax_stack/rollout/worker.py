@@ -251,6 +251,7 @@ class RolloutWorker:
         group_size=lease.group_size,
         version=lease.min_version,
         tokenizer=self._tokenizer,
+        past=lease.past,
       )
     )
     requests, store = plan.start(), self._answers

@@ -65,13 +65,9 @@ def launch(toy_arguments, tmp_path):
   """Runs the command line in a process of its own; returns its CompletedProcess or its Popen."""
 
   def start(*changes, module='launch', wait=True, timeout_s=240.0):
-    command = [
-      sys.executable,
-      '-m',
-      f'rlax_stack.{module}',
-      *toy_arguments(tmp_path),
-      *changes,
-    ]
+    changed = {change.partition('=')[0] for change in changes}  # a tuple given twice is joined
+    kept = [flag for flag in toy_arguments(tmp_path) if flag.partition('=')[0] not in changed]
+    command = [sys.executable, '-m', f'rlax_stack.{module}', *kept, *changes]
     environment = dict(os.environ, JAX_PLATFORMS='cpu', XLA_FLAGS='', JAX_COMPILATION_CACHE_DIR='')
     options = {'cwd': ROOT, 'env': environment, 'text': True, 'stderr': subprocess.STDOUT}
     if wait:

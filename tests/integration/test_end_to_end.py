@@ -58,11 +58,18 @@ def test_no_program_is_compiled_after_the_second_step(launch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'advantage', ['group_center()', 'role_baseline(decay=0.9)', 'greedy_baseline']
+  ('advantage', 'strategy'),
+  [
+    ('group_center()', 'replay(replayed=0.5)'),
+    ('role_baseline(decay=0.9)', 'independent'),
+    ('greedy_baseline', 'independent'),
+  ],
 )
-def test_killed_and_resumed_equals_never_killed(advantage, launch, tmp_path):
+def test_killed_and_resumed_equals_never_killed(advantage, strategy, launch, tmp_path):
   whole, cut = tmp_path / 'whole', tmp_path / 'cut'
   flags = ('--config.steps=12', f'--config.objective.advantage={advantage}')
+  if strategy != 'independent':
+    flags = (*flags, f'--config.rollout.strategy={strategy}', '--config.rollout.stop_strings=()')
   done = launch(*flags, f'--workdir={whole}')
   assert done.returncode == 0, done.stdout
   for _ in range(2):

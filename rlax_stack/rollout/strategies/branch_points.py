@@ -63,11 +63,17 @@ def choose(
   Args:
     found: of one tree.
     count: how many are wanted.
-    by: 'surprisal', 'entropy' or 'attention' take the highest scores, 'random' draws, 'spread' takes every n-th.
+    by: 'surprisal', 'entropy' or 'attention' take the highest scores, 'mixed' draws in proportion to them, without
+      replacement, 'random' draws, 'spread' takes every n-th.
     seed: run seed and what tells this choice from others.
   """
   if by == 'random':
     order = numpy_rng(seed[0], 'branch', *seed[1:]).permutation(len(found))
+  elif by == 'mixed':
+    # The largest of log score + Gumbel noise: each next one in proportion to the scores that are left.
+    scores = np.maximum([candidate.score for candidate in found], 1e-12)
+    noise = numpy_rng(seed[0], 'branch', *seed[1:]).gumbel(size=len(found))
+    order = np.argsort(-(np.log(scores) + noise), kind='stable')
   elif by == 'spread':
     count = min(count, len(found))
     order = (np.arange(1, count + 1) * (len(found) + 1)) // (count + 1) - 1

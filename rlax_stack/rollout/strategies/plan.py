@@ -10,9 +10,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from rlax_stack.data.prompt_history import HistorySettings
 from rlax_stack.rollout.requests import FinishedSample, GenerationRequest
 from rlax_stack.rollout.trajectory import Span, assemble
-from rlax_stack.types import Branch, FinishReason, Prompt, SamplingParams, Trajectory
+from rlax_stack.types import Branch, FinishReason, Past, Prompt, SamplingParams, Trajectory
 
 Generate = Callable[[Sequence[GenerationRequest]], Sequence[FinishedSample]]
 
@@ -37,6 +38,7 @@ class Limits(NamedTuple):
   context: int  # after the prompt, seen at once
   span: int  # after the prompt in a trajectory, with what it repeats
   top_log_probs: int = 0  # likeliest tokens per position
+  history: HistorySettings | None = None  # what of the prompt's earlier visits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class Task:
   """One group to draw.
 
   samplings: of samples 0, 1, ...; those from `group_size` on are compared with and not trained on. version: of the
-  weights that the group may start with.
+  weights that the group may start with. past: of the prompt, where the strategy's limits ask for history.
   """
 
   group_id: int
@@ -54,6 +56,7 @@ class Task:
   group_size: int
   version: int
   tokenizer: TextTokenizer
+  past: Past = Past()
 
   @property
   def extras(self) -> range:

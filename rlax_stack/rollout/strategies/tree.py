@@ -7,6 +7,8 @@ from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 
+from rlax_stack.data.prompt_history import HistorySettings
+from rlax_stack.data.success_model import prefix_features, success_probability
 from rlax_stack.objectives.boxes import Range
 from rlax_stack.rollout.requests import FinishedSample, GenerationRequest
 from rlax_stack.rollout.strategies.branch_points import Candidate, candidates, choose
@@ -30,14 +32,18 @@ class Tree:
   entropy: CURE (Li et al., https://arxiv.org/abs/2508.11016). Random steps: "Tree Search for LLM Agent Reinforcement
   Learning", Ji et al. (https://arxiv.org/abs/2509.21240). By the attention that later tokens pay, rⱼ = mean over layers
   and heads of Σᵢ αᵢⱼ over i ≥ j + distance: the idea of "Attention as a Compass" (https://arxiv.org/abs/2509.26628);
-  here a step scores the mean of its tokens. Spread steps that are Monte-Carlo rollouts: "VinePPO",
+  here a step scores the mean of its tokens. Mixed, so that outcomes of a group differ: drawn in proportion to
+  p (1 − p), p the chance of success after the tokens up to there, as a model learnt from the run's own outcomes tells
+  it; all trees and the prompt itself share the branches, the idea of "TRACE", Zou et al.
+  (https://arxiv.org/abs/2606.11119). Spread steps that are Monte-Carlo rollouts: "VinePPO",
   Kazemnejad et al. (https://arxiv.org/abs/2410.01679).
 
   Options:
-    roots: trees of a group; divides group_size.
+    roots: trees of a group; divides group_size, save by='mixed'.
     rounds: times that each tree grows.
     at: 'token' anywhere, or 'step' where a step of the text begins.
-    by: 'surprisal', 'entropy' or 'attention' (the highest), 'random', or 'spread' (evenly over the tree's candidates).
+    by: 'surprisal', 'entropy' or 'attention' (the highest), 'mixed' (drawn, see above), 'random', or 'spread' (evenly
+      over the tree's candidates).
     per_point: branches that leave at one point.
     trains: 'leaves' every sample whole, so that a token shared by k samples counts k times; 'own' only what a sample
       drew itself; 'roots' no branch at all: they only tell what the states they left are worth.
@@ -48,7 +54,7 @@ class Tree:
   roots: Annotated[int, Range(1)] = 2
   rounds: Annotated[int, Range(1)] = 1
   at: Literal['token', 'step'] = 'token'
-  by: Literal['surprisal', 'entropy', 'attention', 'random', 'spread'] = 'surprisal'
+  by: Literal['surprisal', 'entropy', 'attention', 'mixed', 'random', 'spread'] = 'surprisal'
   per_point: Annotated[int, Range(1)] = 1
   trains: Literal['leaves', 'own', 'roots'] = 'leaves'
   separator: str = '\n\n'
@@ -67,11 +73,28 @@ class Tree:
       context=max_tokens,
       span=max_tokens,
       top_log_probs=_ENTROPY_TOKENS if self.by == 'entropy' else 0,
+      history=HistorySettings(success=True, max_tokens=max_tokens) if self._shares else None,
     )
+
+  @property
+  def _shares(self) -> bool:
+    """Whether all trees of a group share its branches."""
+    return self.by == 'mixed'
+
+  def pools(self) -> int:
+    """Parts of a group within which branches are given out."""
+    return 1 if self._shares else self.roots
 
   def problems(self, group_size: int) -> Iterator[str]:
     """Groups that do not divide into trees."""
-    if group_size % self.roots or group_size < 2 * self.roots:
+    if self._shares and group_size < self.roots + self.rounds:
+      yield (
+        f'roots={self.roots} of config.rollout.group_size={group_size} samples leave no branch for each of '
+        f'rounds={self.rounds}. Lower one of them, or raise config.rollout.group_size.'
+      )
+    elif self._shares:
+      pass
+    elif group_size % self.roots or group_size < 2 * self.roots:
       yield (
         f'roots={self.roots} must divide config.rollout.group_size={group_size} into trees of 2 or '
         'more samples.'
@@ -97,13 +120,15 @@ class _Branching(NamedTuple):
 
 
 class _TreePlan:
-  """See Tree. Samples [0, roots) are the roots, then come the branches of the first tree, of the second, and so on."""
+  """See Tree. Samples [0, roots) are the roots, then come the branches of the first pool, of the second, and so on."""
 
   def __init__(self, strategy: Tree, task: Task):
     self._strategy, self._task = strategy, task
-    self._branches = task.group_size // strategy.roots - 1  # of each tree
-    self._pending = collections.Counter(range(strategy.roots))  # samples of a tree still drawn
-    self._rounds = collections.Counter[int]()  # rounds that a tree has begun
+    pools = strategy.pools()  # a tree each, or one of all trees
+    self._branches = (task.group_size - strategy.roots) // pools  # of each pool
+    self._pending = collections.Counter(i % pools for i in range(strategy.roots))  # still drawn
+    self._rounds = collections.Counter[int]()  # rounds that a pool has begun
+    self._root = {i: i for i in range(strategy.roots)}  # of the tree that a sample belongs to
     self._spans: dict[int, dict[int, tuple[Span, ...]]] = {i: {} for i in self._pending}
     self._candidates: dict[int, dict[int, list[Candidate]]] = {i: {} for i in self._pending}
     self._under_way: dict[int, _Branching] = {}
@@ -124,22 +149,25 @@ class _TreePlan:
     done = [self._task.trajectory(index, spans, sample.finish_reason, branch)]
     if index in self._task.extras:
       return [], done
-    tree = branch.root if branch else index
-    self._spans[tree][index] = spans
-    self._candidates[tree][index] = self._found(sample, index, before) if self._grows(tree) else []
-    self._pending[tree] -= 1
-    return [] if self._pending[tree] else self._grow(tree), done
+    pool = self._pool(self._root[index])
+    self._spans[pool][index] = spans
+    self._candidates[pool][index] = self._found(sample, index, before) if self._grows(pool) else []
+    self._pending[pool] -= 1
+    return [] if self._pending[pool] else self._grow(pool), done
 
-  def _grows(self, tree: int) -> bool:
+  def _pool(self, root: int) -> int:
+    return root % self._strategy.pools()
+
+  def _grows(self, pool: int) -> bool:
     """Whether a round is still to begin."""
-    return self._rounds[tree] < self._strategy.rounds
+    return self._rounds[pool] < self._strategy.rounds
 
   def _found(self, sample: FinishedSample, index: int, before: tuple[Span, ...]) -> list[Candidate]:
     """The points that a sample offers; one that was cancelled offers none."""
     if sample.finish_reason == FinishReason.ABORT:
       return []
     strategy = self._strategy
-    return candidates(
+    found = candidates(
       sample,
       index,
       _tokens(before),
@@ -148,38 +176,58 @@ class _TreePlan:
       separator=strategy.separator,
       decode=self._task.tokenizer.decode,
     )
+    if strategy.by != 'mixed':
+      return found
+    log_probs = np.concatenate([*(span.raw_log_probs_t for span in before), sample.raw_log_probs_t])
+    return self._mixed(found, log_probs)
 
-  def _grow(self, tree: int) -> list[GenerationRequest]:
-    """The branches of a tree's next round."""
-    strategy, number = self._strategy, self._rounds[tree]
-    if not self._grows(tree):
+  def _mixed(self, found: list[Candidate], log_probs: np.ndarray) -> list[Candidate]:
+    """The candidates with p (1 − p) as their score, p their chance of success."""
+    past, depths = self._task.past, np.array([c.depth for c in found], np.int64)
+    if past.success_weights is None:
+      raise ValueError(
+        "points by='mixed' need the weights of a success model in the task, got None."
+      )
+    limit = self._task.samplings[0].max_tokens
+    features = prefix_features(log_probs, depths, rate=past.success_rate, max_tokens=limit)
+    chance = success_probability(past.success_weights, features)
+    scores = (chance * (1 - chance)).tolist()
+    return [c._replace(score=score) for c, score in zip(found, scores, strict=True)]
+
+  def _grow(self, pool: int) -> list[GenerationRequest]:
+    """The branches of a pool's next round."""
+    strategy, number = self._strategy, self._rounds[pool]
+    if not self._grows(pool):
       return []
-    self._rounds[tree] += 1
+    self._rounds[pool] += 1
     # Rounds of equal sizes, the first ones one larger where they do not divide.
     edges = [-(-self._branches * n // strategy.rounds) for n in (number, number + 1)]
     count = edges[1] - edges[0]
-    found = [c for _, part in sorted(self._candidates[tree].items()) for c in part]
-    seed = (self._task.samplings[tree].seed or 0, self._task.group_id, tree, number)
+    found = [c for _, part in sorted(self._candidates[pool].items()) for c in part]
+    if strategy.by == 'mixed':
+      found = self._mixed([Candidate(pool, 0, 0.0)], np.zeros(0)) + found
+    seed = (self._task.samplings[pool].seed or 0, self._task.group_id, pool, number)
     points = choose(found, -(-count // strategy.per_point), strategy.by, seed)
-    points = points or [Candidate(tree, 0, 0.0)]
-    first = strategy.roots + tree * self._branches + edges[0]
+    points = points or [Candidate(pool, 0, 0.0)]
+    first = strategy.roots + pool * self._branches + edges[0]
     requests = []
     for offset in range(count):
       point = points[offset // strategy.per_point % len(points)]
-      requests.append(self._leave(first + offset, tree, point))
-    self._pending[tree] += count
+      requests.append(self._leave(first + offset, pool, point))
+    self._pending[pool] += count
     return requests
 
-  def _leave(self, index: int, tree: int, point: Candidate) -> GenerationRequest:
+  def _leave(self, index: int, pool: int, point: Candidate) -> GenerationRequest:
     """Sample `index` leaves another at a point."""
+    root = self._root[index] = self._root[point.sample]
     trained, left, taken = self._strategy.trains == 'leaves', point.depth, []
-    for span in self._spans[tree][point.sample]:
+    for span in self._spans[pool][point.sample]:
       taken.append(span.first(left, trained=trained))
       left -= len(taken[-1].tokens)
     taken = tuple(span for span in taken if len(span.tokens))
     length = len(self._task.prompt_tokens) + point.depth
-    self._under_way[index] = _Branching(Branch(tree, point.sample, length), taken)
-    return self._request(index, taken, point.depth, grows=self._grows(tree))
+    self._under_way[index] = _Branching(Branch(root, point.sample, length), taken)
+    return self._request(index, taken, point.depth, grows=self._grows(pool))
 
   def _request(
     self, index: int, taken: tuple[Span, ...] = (), used: int = 0, *, grows: bool = False

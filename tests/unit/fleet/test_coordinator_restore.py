@@ -6,8 +6,11 @@ import time
 
 import pytest
 
+from rlax_stack.data.prompt_history import HistorySettings, PromptHistory
 from rlax_stack.errors import CheckpointError, FleetError, StaleLeaseError
+from rlax_stack.fleet.coordinator import Coordinator
 from rlax_stack.fleet.lease import Finished, Lease, Wait
+from rlax_stack.types import Message, Prompt
 
 
 def _lease_all(coordinator, worker='w'):
@@ -133,3 +136,41 @@ def test_blocked_lease_gets_work_when_weights_come(make_coordinator):
   assert coordinator.lease('w', timeout_s=10).group_id == 0
   assert time.monotonic() - start_s < 2
   assert isinstance(make_coordinator(clock=time.monotonic).lease('w', timeout_s=0.05), Wait)
+
+
+def test_leases_carry_the_past_and_it_comes_back(make_group):
+  """What was trained is what the next visit of the prompt may know, after a restore too."""
+
+  def make():
+    prompt = Prompt(prompt_id='p', messages=(Message(role='user', content='?'),), answer='')
+    history = PromptHistory(HistorySettings(samples=1, best=True, success=True), seed=0)
+    return Coordinator(
+      lambda: prompt,
+      group_size=3,
+      groups_per_batch=2,
+      max_staleness=0,
+      lease_timeout_s=10.0,
+      history=history,
+    )
+
+  coordinator = make()
+  coordinator.on_published(0)
+  for lease in _lease_all(coordinator):
+    assert lease.past.samples == () and lease.past.success_rate == 0.5
+    coordinator.deliver(lease, make_group(lease))
+  coordinator.mark_trained(coordinator.next_batch(0, timeout_s=0))
+  restored = make()
+  restored.restore(json.loads(json.dumps(coordinator.state())))
+  for each in (coordinator, restored):
+    each.on_published(1)
+  for one, other in zip(_lease_all(coordinator), _lease_all(restored), strict=True):
+    (sample,), (same,) = one.past.samples, other.past.samples
+    assert sample.tokens.tolist() == same.tokens.tolist() == [0, 1] and sample.reward == 1.0
+    assert one.past.success_rate == other.past.success_rate > 0.8
+    assert (
+      one.past.success_weights.tolist() == other.past.success_weights.tolist() != [0, 1, 0, 0, 0]
+    )
+  with pytest.raises(CheckpointError, match='malformed'):
+    state = coordinator.state()
+    state['groups']['history']['samples'] = {'p': [{'tokens': '?'}]}
+    make().restore(state)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlax_stack.rollout.strategies.plan import Task, carry_out
-from rlax_stack.types import Message, Prompt, SamplingParams
+from rlax_stack.types import Message, Past, Prompt, SamplingParams
 
 
 class Words:
@@ -27,6 +27,7 @@ def _task(
   answer='',
   version=0,
   tokens=None,
+  past=None,
   **sampling,
 ):
   params = SamplingParams(**{'max_tokens': 12, **sampling})
@@ -44,12 +45,13 @@ def _task(
     group_size=size,
     version=version,
     tokenizer=Words(),
+    past=past or Past(),
   )
 
 
 @pytest.fixture(scope='session')
 def make_task(tiny):
-  """Function (group, size, greedy, metadata, answer, version, tokens, sampling fields) -> Task."""
+  """Function (group, size, greedy, metadata, answer, version, tokens, past, sampling fields) -> Task."""
   return lambda **fields: _task(tiny, **fields)
 
 

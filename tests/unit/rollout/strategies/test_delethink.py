@@ -76,8 +76,8 @@ def test_the_greedy_sample_thinks_in_chunks_too(make_task, draw, tiny):
 
 def test_limits_and_problems():
   strategy = Delethink(chunk=6, carry=3)
-  assert strategy.limits(14) == (3, 6, 6, 14 + 3 * 3, 0)
-  assert strategy.limits(6) == (0, 6, 6, 6, 0)
-  assert strategy.limits(4) == (0, 4, 4, 4, 0)
+  assert strategy.limits(14) == (3, 6, 6, 14 + 3 * 3, 0, None)
+  assert strategy.limits(6) == (0, 6, 6, 6, 0, None)
+  assert strategy.limits(4) == (0, 4, 4, 4, 0, None)
   assert not list(strategy.problems(4))
   assert 'carry=6 leaves nothing' in next(Delethink(chunk=6, carry=6).problems(4))

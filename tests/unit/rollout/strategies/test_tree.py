@@ -13,7 +13,7 @@ from rlax_stack.rollout.strategies.branch_points import (
   step_starts,
 )
 from rlax_stack.rollout.strategies.tree import Tree
-from rlax_stack.types import Branch, FinishReason
+from rlax_stack.types import Branch, FinishReason, Past
 
 _PROMPT = 6
 
@@ -115,6 +115,39 @@ def test_random_points_follow_from_the_seed(make_task, draw):
     [t.branch for t in draw(strategy, make_task(size=6, seed=seed))] for seed in (5, 5, 6)
   )
   assert one == again and one != other
+
+
+def test_all_trees_share_branches_where_outcomes_may_differ(make_task, draw):
+  """Points with p (1 − p) near 0 are not taken; the prompt is a point too."""
+  # Nearly sure to succeed by now, save where the last tokens were unlikely: p is near 1/2 at the prompt alone.
+  steep = np.array([0.0, 0.0, 0.0, -1e3, 0.0])
+  task = make_task(size=7, past=Past(success_weights=steep))
+  strategy = Tree(roots=2, rounds=2, by='mixed', per_point=3)
+  assert strategy.pools() == 1 and strategy.limits(12).history.success
+  done = draw(strategy, task)
+  assert [t.branch for t in done[2:]] == [Branch(0, 0, _PROMPT)] * 5
+  # A model that knows the rate alone finds all places alike: branches of both trees, and of branches.
+  rate = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
+  even = draw(
+    Tree(roots=2, rounds=2, by='mixed'), make_task(size=30, past=Past(success_weights=rate))
+  )
+  assert {t.branch.root for t in even[2:]} == {0, 1}
+  for trajectory in even[2:]:
+    root, parent, length = trajectory.branch
+    assert parent < trajectory.sample_index and _agree(trajectory, even[parent]) >= length
+    assert root == parent if parent < 2 else root == even[parent].branch.root
+  assert max(t.branch.parent for t in even[2:]) >= 2
+  with pytest.raises(ValueError, match='need the weights of a success model'):
+    draw(strategy, make_task(size=7))
+
+
+def test_mixed_points_are_drawn_in_proportion():
+  found = [Candidate(0, i, score) for i, score in enumerate([0.25, 0.05, 0.1, 0.0])]
+  first = [choose(found, 1, 'mixed', (0, n))[0].depth for n in range(4000)]
+  np.testing.assert_allclose(
+    np.bincount(first, minlength=4) / 4000, [0.625, 0.125, 0.25, 0], atol=0.03
+  )
+  assert sorted(c.depth for c in choose(found, 9, 'mixed', (0,))) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize('trains', ['leaves', 'own', 'roots'])
@@ -220,4 +253,6 @@ def test_groups_that_are_no_trees_are_refused():
   assert 'roots=3 must divide' in next(Tree(roots=3).problems(4))
   assert 'roots=4 must divide' in next(Tree(roots=4).problems(4))
   assert 'no branch for each of rounds=2' in next(Tree(roots=2, rounds=2).problems(4))
+  mixed = Tree(roots=3, rounds=2, by='mixed')
+  assert not list(mixed.problems(5)) and 'no branch for each of rounds=2' in next(mixed.problems(4))
   assert 'separator' in next(Tree(at='step', separator='').problems(4))

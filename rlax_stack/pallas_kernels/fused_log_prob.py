@@ -10,6 +10,7 @@ whatever its hidden state holds.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +19,10 @@ from jax import lax
 from jax.sharding import Mesh
 
 from rlax_stack.pallas_kernels import dispatch, fused_log_prob_tpu
+from rlax_stack.sharding import DEFAULT_RULES
 
 _CHUNK = 2048  # vocabulary entries per tile
-_TILE_ELEMENTS = 2**24  # 64 MiB of float32
+_TILE_ELEMENTS = 2**24  # of a device; 64 MiB of float32
 _ABSENT = -1e30  # logit of an entry that only pads the vocabulary
 
 
@@ -87,12 +89,13 @@ def fused_log_prob(
     soft_cap: of the logits before the temperature, as in Gemma 2; None for none.
     top_k: so many of the likeliest tokens are given too, and the target's rank, at the cost of another pass over the
       vocabulary.
-    chunk_size: vocabulary entries per tile, at most; None chooses, with tiles of at most 64 MiB. A chunk takes
+    chunk_size: vocabulary entries per tile, at most; None chooses, with tiles of at most 64 MiB a device. A
+      chunk takes
       its entries at a stride, so that a vocabulary split over devices stays split within each chunk. A
       vocabulary that does not divide is padded, at the cost of a copy of the head.
     implementation: 'auto', 'pallas' (TPU; the forward pass, the gradient is the XLA form's) or 'xla'; 'auto' is
       'pallas' on a TPU. A GPU has no other form than 'xla', and takes it where the other kernels take 'pallas'.
-    mesh: for 'pallas': rows lie over data and fsdp, the vocabulary over tensor. None: arrays are whole.
+    mesh: rows lie over data and fsdp, the vocabulary over tensor. None: arrays are whole.
 
   Returns:
     FusedLogProb(log_prob, entropy, lse, top).
@@ -110,7 +113,7 @@ def fused_log_prob(
     hidden = jnp.where(mask[:, None], hidden, 0)
     targets = jnp.where(mask, targets, 0)
   temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (count,))
-  chunk = chunk_size or max(128, min(_CHUNK, _TILE_ELEMENTS // count))
+  chunk = chunk_size or max(128, min(_CHUNK, _TILE_ELEMENTS * _shards(mesh) // count))
   spec = _Spec(_num_steps(vocab, chunk), soft_cap, _tpu_spec(implementation, mesh), mesh)
   rows = _Rows(hidden, targets, temperature)
   out = _score(spec, rows, head)
@@ -120,6 +123,13 @@ def fused_log_prob(
   if mask is not None:
     out = jax.tree.map(lambda x: jnp.where(mask if x.ndim == 1 else mask[:, None], x, 0), out)
   return out
+
+
+def _shards(mesh: Mesh | None) -> int:
+  """Parts that rows are split into."""
+  if mesh is None:
+    return 1
+  return math.prod(mesh.shape[axis] for axis in DEFAULT_RULES.mesh_axes('rows'))
 
 
 def _tpu_spec(implementation: str, mesh: Mesh | None) -> fused_log_prob_tpu.TpuSpec | None:

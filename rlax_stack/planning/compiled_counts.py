@@ -1,8 +1,9 @@
 """What one device does in a compiled program, loops counted as often as they run, from the text of its HLO.
 
 Counted are collectives, by kind, with the bytes that one device sends, and the FLOPs of matrix products outside of
-custom kernels. A loop says how often it runs (`known_trip_count`), or is one over micro-batches, whose number the
-caller gives.
+custom kernels. A loop says how often it runs (`known_trip_count`), or its condition compares a counter from 0 with a
+constant, or it is one over micro-batches, whose number the caller gives. A collective that a TPU program does in parts,
+among other work, is counted where it starts.
 """
 
 import dataclasses
@@ -65,11 +66,11 @@ def count_compiled(text: str, *, unknown_trips: int = 1) -> CompiledCounts:
   computations, entry = _computations(text)
   calls: dict[str, float] = dict.fromkeys(COLLECTIVES, 0.0)
   sent, flops = dict(calls), 0.0
-  for times, name in _runs(computations, entry, unknown_trips):
+  for times, name, goes_on in _runs(computations, entry, unknown_trips):
     shapes = {operation.name: operation.result for operation in computations[name]}
     for operation in computations[name]:
       kind = operation.kind.removesuffix('-start')
-      if kind in COLLECTIVES:
+      if kind in COLLECTIVES and not goes_on:
         calls[kind] += times
         sent[kind] += times * _sent_bytes(kind, operation)
       flops += times * _product_flops(operation, shapes)
@@ -94,22 +95,49 @@ def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
 
 def _runs(
   computations: Mapping[str, list[Operation]], entry: str, unknown_trips: int
-) -> Iterator[tuple[float, str]]:
-  """(times, computation) for every way in which the entry comes to one; of a branch all sides count."""
-  waiting = [(1.0, entry)]
+) -> Iterator[tuple[float, str, bool]]:
+  """(times, computation, whether its collectives go on with what began elsewhere) for every way from the entry to one.
+
+  Of a branch all sides count.
+  """
+  waiting = [(1.0, entry, False)]
   while waiting:
-    times, name = waiting.pop()
-    yield times, name
+    times, name, goes_on = waiting.pop()
+    yield times, name, goes_on
     for operation in computations[name]:
       inner = times
       if operation.kind == 'while':
-        known = _TRIPS.search(operation.rest)
-        inner *= int(known[1]) if known else unknown_trips
+        known = _trips(computations, operation)
+        inner *= unknown_trips if known is None else known
       called = _CALLED.findall(operation.rest)
       branches = _BRANCHES.search(operation.rest)
       if branches:
         called += re.findall(r'%?([\w.\-]+)', branches[1])
-      waiting += [(inner, other) for other in called if other in computations]
+      later = goes_on or operation.name.startswith('async-collective-done')
+      waiting += [
+        (inner, other, later or other.startswith('async_collective_fusion'))
+        for other in called
+        if other in computations
+      ]
+
+
+def _trips(computations: Mapping[str, list[Operation]], loop: Operation) -> int | None:
+  """How often a loop runs: as it says itself, or as its condition `counter < constant` does."""
+  known = _TRIPS.search(loop.rest)
+  if known:
+    return int(known[1])
+  condition = re.search(r'condition=%?([\w.\-]+)', loop.rest)
+  operations = computations.get(condition[1], []) if condition else []
+  constants = {
+    operation.name: int(value[1])
+    for operation in operations
+    if operation.kind == 'constant' and (value := re.match(r'(\d+)\)', operation.rest))
+  }
+  for operation in operations:
+    if operation.kind == 'compare' and 'direction=LT' in operation.rest:
+      limits = [constants[n] for n in _NAMES.findall(operation.rest) if n in constants]
+      return limits[0] if limits else None
+  return None
 
 
 def _elements(dimensions: str) -> int:
@@ -157,19 +185,54 @@ def _sent_bytes(kind: str, operation: Operation) -> float:
 def _product_flops(operation: Operation, shapes: Mapping[str, str]) -> float:
   if operation.kind not in ('dot', 'convolution'):
     return 0.0
-  out = _SHAPE.search(operation.result)
   operands = _NAMES.findall(operation.rest.split('),')[0])
-  typed = [_SHAPE.search(shapes.get(name, '')) for name in operands[:2]]
-  if out is None or len(typed) < 2 or typed[0] is None or typed[1] is None:
+  found = [
+    _SHAPE.search(text) for text in (operation.result, *(shapes.get(n, '') for n in operands[:2]))
+  ]
+  if len(found) < 3 or not all(found):
     return 0.0
-  if operation.kind == 'dot':
-    contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', operation.rest)
-    sizes = [int(size) for size in typed[0][2].split(',') if size]
-    axes = [int(axis) for axis in contracted[1].split(',') if axis] if contracted else []
-    depth = math.prod(sizes[axis] for axis in axes)
-  else:
-    labels = re.search(r'dim_labels=\w+_(\w+)->\w+', operation.rest)
-    sizes = [int(size) for size in typed[1][2].split(',') if size]
-    outputs = sizes[labels[1].index('o')] if labels else 1
-    depth = math.prod(sizes) // max(1, outputs)
-  return 2.0 * depth * _elements(out[2])
+  out, left, right = (
+    [int(size) for size in shape[2].split(',') if size] for shape in found if shape
+  )
+  if operation.kind == 'convolution':
+    return _convolution_flops(operation.rest, out, left, right)
+  contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', operation.rest)
+  axes = [int(axis) for axis in contracted[1].split(',') if axis] if contracted else []
+  return 2.0 * math.prod(left[axis] for axis in axes) * math.prod(out)
+
+
+def _convolution_flops(rest: str, out: list[int], left: list[int], right: list[int]) -> float:
+  """As TPU programs write products: spatial axes may be padded, and what lies on padding is not multiplied."""
+  labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', rest)
+  if labels is None:
+    return 0.0
+  window = dict(
+    re.findall(r'(\w+)=([\dx_\-]+)', (re.search(r'window=\{([^}]*)\}', rest) or ['', ''])[1])
+  )
+  total = 2.0 * out[labels[3].index('b')] * out[labels[3].index('f')] * right[labels[2].index('i')]
+  for axis, size in enumerate(window.get('size', '').split('x')):
+    if size:
+      reach = (out[labels[3].index(str(axis))], int(size), left[labels[1].index(str(axis))])
+      total *= _places(*reach, *(_of_axis(window, name, axis) for name in _WINDOW))
+  return total
+
+
+_WINDOW = ('stride', 'pad', 'lhs_dilate', 'rhs_dilate')
+
+
+def _of_axis(window: Mapping[str, str], name: str, axis: int) -> int:
+  """A number of a window; of its padding that before the axis."""
+  default = '0' if name == 'pad' else '1'
+  parts = window[name].split('x') if name in window else []
+  return int((parts[axis] if parts else default).split('_')[0])
+
+
+def _places(
+  out: int, size: int, into: int, stride: int, pad: int, lhs_dilate: int, rhs_dilate: int
+) -> int:
+  """Pairs of an output and a tap of the window that lies on an input."""
+  count = 0
+  for tap in range(size):
+    for place in range(tap * rhs_dilate - pad, tap * rhs_dilate - pad + out * stride, stride):
+      count += 0 <= place <= (into - 1) * lhs_dilate and place % lhs_dilate == 0
+  return count

@@ -104,3 +104,114 @@ ENTRY %main (x: bf16[16,64]) -> bf16[16,64] {
   assert counts.sent_bytes['all-to-all'] == 16 * 64 * 2 * 7 / 8
   assert counts.calls['all-gather'] == 10
   assert counts.product_flops == 10 * 2 * 16 * 64 * 32
+
+
+def test_loops_of_a_tpu_program_say_how_often_in_their_condition():
+  """A counter against a constant; a loop whose limit is given runs as often as the caller says."""
+  text = """HloModule step
+
+%layer (p: (s32[], bf16[16,64])) -> (s32[], bf16[16,64]) {
+  %x = bf16[16,64]{1,0} parameter(0)
+  ROOT %dot = bf16[16,64]{1,0} convolution(%x, %x), dim_labels=bf_oi->bf
+}
+
+%few (p: (s32[], bf16[16,64])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(28), backend_config={"flag_configs":[]}
+  %i = s32[] get-tuple-element(%p), index=0
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+
+%body (p: (s32[], bf16[16,64])) -> (s32[], bf16[16,64]) {
+  ROOT %inner = (s32[], bf16[16,64]) while(%p), condition=%few, body=%layer
+}
+
+%given (p: (s32[], bf16[16,64])) -> pred[] {
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] get-tuple-element(%p), index=1
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (x: bf16[16,64]) -> bf16[16,64] {
+  ROOT %loop = (s32[], bf16[16,64]) while(%x), condition=%given, body=%body
+}
+"""
+  assert count_compiled(text, unknown_trips=5).product_flops == 5 * 28 * 2 * 16 * 64 * 64
+
+
+@pytest.mark.parametrize(
+  ('line', 'flops'),
+  [
+    # A product of 16 slices, each by its own: the window moves over padding, one tap meets the input.
+    (
+      '%c = bf16[8,16,4,1]{3,2,1,0} convolution(%l, %r), window={size=16x2 pad=15_15x0_0 rhs_reversal=1x0}, '
+      'dim_labels=b1f0_0o1i->b0f1',
+      2 * 8 * 16 * 4 * 32 * 2,
+    ),
+    # Two taps that are added, then two that are not.
+    (
+      '%c = bf16[8,4,1]{2,1,0} convolution(%l, %r), window={size=2}, dim_labels=b0f_0io->bf0',
+      2 * 8 * 4 * 32 * 2,
+    ),
+    (
+      '%c = bf16[8,2,4]{2,1,0} convolution(%l, %r), window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=fb0_i0o->b0f',
+      2 * 8 * 4 * 32 * 2,
+    ),
+    # Every second place of a stretched input.
+    (
+      '%c = bf16[8,4,4]{2,1,0} convolution(%l, %r), window={size=1 stride=1 lhs_dilate=2}, dim_labels=b0f_0io->b0f',
+      2 * 8 * 4 * 32 * 2,
+    ),
+  ],
+)
+def test_padding_of_a_convolution_is_no_work(line, flops):
+  shapes = {
+    16: ('bf16[8,2,32,1]', 'bf16[16,4,2,32]'),
+    2: ('bf16[8,2,32]', 'bf16[2,32,4]'),
+    1: ('bf16[8,2,32]', 'bf16[1,32,4]'),
+  }
+  if 'fb0' in line:
+    left, right = 'bf16[32,8,1]', 'bf16[32,2,4]'
+  else:
+    left, right = shapes[16 if '16x2' in line else 2 if 'size=2}' in line else 1]
+  text = f"""HloModule step
+
+ENTRY %main (l: bf16[1]) -> bf16[1] {{
+  %l = {left}{{1,0}} parameter(0)
+  %r = {right}{{1,0}} parameter(1)
+  ROOT {line}
+}}
+"""
+  assert count_compiled(text).product_flops == flops
+
+
+def test_a_collective_done_in_parts_is_counted_once():
+  text = """HloModule step
+
+%start (a: bf16[4,64]) -> bf16[16,64] {
+  %a = bf16[4,64]{1,0} parameter(0)
+  ROOT %g = bf16[16,64]{1,0} all-gather(%a), replica_groups=[1,4]<=[4], dimensions={0}
+}
+
+%async_collective_fusion.7 (a: bf16[4,64]) -> bf16[16,64] {
+  %a = bf16[4,64]{1,0} parameter(0)
+  %w = bf16[64,32]{1,0} parameter(1)
+  ROOT %g = bf16[16,64]{1,0} all-gather(%a), replica_groups=[1,4]<=[4], dimensions={0}
+  %dot = bf16[4,32]{1,0} convolution(%a, %w), dim_labels=bf_io->bf
+}
+
+%finish (a: bf16[4,64]) -> bf16[16,64] {
+  %a = bf16[4,64]{1,0} parameter(0)
+  ROOT %g = bf16[16,64]{1,0} all-gather(%a), replica_groups=[1,4]<=[4], dimensions={0}
+}
+
+ENTRY %main (x: bf16[4,64]) -> bf16[16,64] {
+  %x = bf16[4,64]{1,0} parameter(0)
+  %async-collective-start = bf16[16,64]{1,0} fusion(%x), kind=kCustom, calls=%start
+  %fusion.7 = bf16[16,64]{1,0} fusion(%x), kind=kOutput, calls=%async_collective_fusion.7
+  ROOT %async-collective-done = bf16[16,64]{1,0} fusion(%x), kind=kCustom, calls=%finish
+}
+"""
+  counts = count_compiled(text)
+  assert counts.calls['all-gather'] == 1
+  assert counts.sent_bytes['all-gather'] == 16 * 64 * 2 * 3 / 4
+  assert counts.product_flops == 2 * 4 * 64 * 32

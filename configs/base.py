@@ -133,6 +133,9 @@ def get_config():
   config.plan.topology = ''  # machine of the learner, such as v5p:4x4x4 or h100:8
   config.plan.dcn_gb_s = 12.5  # bandwidth over which weights are published, GB/s
   config.plan.price = 0.0  # of a chip and hour; 0 leaves prices out
+  config.plan.mean_tokens = 0  # of a sample on average; 0 takes rollout.max_tokens
+  config.plan.spread = 1.0  # of lengths: 95th percentile over the 5th, log-normal
+  config.plan.search = False  # compile on for the largest micro-batch and row length that fit
 
   config.serve = ConfigDict()  # python -m rlax_stack.serve
   config.serve.host = '127.0.0.1'  # any but a loopback address needs a token

@@ -219,8 +219,12 @@ def make_coordinator(config: RunConfig, iterator: PromptIterator) -> Coordinator
   )
 
 
-def engine_sizes(config: RunConfig, *, serving: bool = False) -> EngineConfig:
-  """The static sizes of the rollout engine; `serving` makes room for all that requests of an endpoint may ask for."""
+def engine_sizes(config: RunConfig, *, serving: bool = False, dtype: Any = None) -> EngineConfig:
+  """The static sizes of the rollout engine.
+
+  `serving` makes room for all that requests of an endpoint may ask for; `dtype` stands for the compute dtype that the
+  config names, on a machine that is not this one.
+  """
   rollout, limits = config.rollout, _limits(config)
   controls = changes_logits(train_sampling(config, ())) or (serving and not rollout.max_draft)
   # What requests of an endpoint share is not known beforehand.
@@ -241,7 +245,7 @@ def engine_sizes(config: RunConfig, *, serving: bool = False) -> EngineConfig:
     max_logit_bias=300 if serving else 16,
     max_top_log_probs=20 if serving else limits.top_log_probs,
     kept_tokens=0 if serving else rollout.kept_tokens,
-    compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
+    compute_dtype=dtype or resolve_compute_dtype(config.model.compute_dtype),
     weights=rollout.weights,
     kv=rollout.kv,
     kernels=config.model.kernels,

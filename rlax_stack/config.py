@@ -179,6 +179,9 @@ class PlanSection:
   topology: str
   dcn_gb_s: float
   price: float
+  mean_tokens: int
+  spread: float
+  search: bool
 
 
 @_frozen

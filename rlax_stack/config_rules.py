@@ -80,6 +80,7 @@ _NOT_NEGATIVE = (
   'eval.every_steps',
   'eval.temperature',
   'plan.price',
+  'plan.mean_tokens',
   'serve.max_waiting',
   'serve.drain_timeout_s',
   'serve.follow_s',
@@ -135,6 +136,7 @@ def _combinations(config: RunConfig) -> Iterator[str]:
   yield from objective_problems(config)
   yield from _learner_rules(config)
   yield from _eval_rules(config)
+  yield from _plan_rules(config)
   yield from _serve_rules(config)
 
 
@@ -284,6 +286,17 @@ def _eval_rules(config: RunConfig) -> Iterator[str]:
         f'config.eval.pass_at holds {k}, but config.eval.samples={config.eval.samples}: pass@k needs '
         f'at least k samples and k of 1 or more.'
       )
+
+
+def _plan_rules(config: RunConfig) -> Iterator[str]:
+  plan, most = config.plan, config.rollout.max_tokens
+  if plan.mean_tokens > most:
+    yield (
+      f'config.plan.mean_tokens={plan.mean_tokens} exceeds config.rollout.max_tokens={most}, which no sample does. '
+      'Lower it, or set it to 0.'
+    )
+  if not plan.spread >= 1:
+    yield f'config.plan.spread must be 1 (all lengths alike) or more, got {plan.spread}.'
 
 
 def _serve_rules(config: RunConfig) -> Iterator[str]:

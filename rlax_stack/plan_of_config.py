@@ -2,6 +2,7 @@
 need.
 """
 
+import dataclasses
 import resource
 from typing import Any
 
@@ -13,10 +14,12 @@ from rlax_stack.learner.learner import LearnerSettings
 from rlax_stack.learner.precision import resolve_compute_dtype
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.planning import cost_model, learner_programs
+from rlax_stack.planning.cost_model import Lengths
+from rlax_stack.planning.engine_programs import EngineFigures, engine_figures
 from rlax_stack.planning.learner_programs import OutOfMemory, ProgramFigures, StateBytes
 from rlax_stack.planning.report import Line, Report, gib, seconds
+from rlax_stack.planning.search import LargestFit, largest_fit
 from rlax_stack.planning.topologies import Topology
-from rlax_stack.rollout.engine_state import EngineConfig
 from rlax_stack.sharding import make_mesh
 
 _COUNTED, _COMPILED, _MODELLED = 'counted', 'compiled', 'modelled, not measured'
@@ -47,16 +50,35 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
     f'{rows.shape.length} tokens, {rows.micro_batch_rows} at once, {rows.max_micro_batches} times'
   )
   capacity = topology.kind.hbm_bytes
-  sizes = assembly.engine_sizes(config)
-  itemsize = jnp.dtype(dtype).itemsize
-  engine = _engine_lines(config, model, sizes, topology, itemsize)
+  try:
+    figures = engine_figures(model, assembly.engine_sizes(config, dtype=dtype), topology.devices[0])
+  except OutOfMemory:
+    figures = None
+  engine = _engine_lines(config, model, topology, jnp.dtype(dtype).itemsize, figures)
   try:
     train = learner_programs.train_figures(model, settings, mesh, kept)
     score = learner_programs.score_figures(model, settings, mesh, kept)
   except OutOfMemory as error:
     sections = (('memory of a device', _state_lines(held, capacity)), ('rollout', engine))
     return Report(title=title, sections=sections, summary=_misfit(held, capacity, str(error)))
-  return _report(title, config, model, settings, topology, held, train, score, engine)
+  report = _report(title, config, model, settings, topology, held, train, score, engine)
+  report = _with_engine(report, figures, capacity)
+  if not (config.plan.search and report.summary['fits']):
+    return report
+  used = train.argument_bytes + train.temporary_bytes
+  searched = _searched_lines(config, model, topology, dtype, used)
+  sections = (*report.sections, ('largest that fits, one knob at a time', searched))
+  return dataclasses.replace(report, sections=sections)
+
+
+def _with_engine(report: Report, figures: EngineFigures | None, capacity: float) -> Report:
+  """The report whose summary says of the engine, too, whether it fits a device."""
+  fits = figures is not None and max(figures.decode, figures.prefill) <= capacity
+  summary: dict[str, Any] = {'engine_fits': fits}
+  if figures is not None:
+    summary['engine_hbm_free_fraction'] = round(1 - figures.decode / capacity, 4)
+    summary['engine_compile_s'] = round(figures.compile_s, 1)
+  return dataclasses.replace(report, summary=report.summary | summary)
 
 
 def _report(
@@ -168,22 +190,63 @@ def _needed_flops(config: RunConfig, model: ModelConfig) -> float:
   )
 
 
-def _engine_lines(
-  config: RunConfig, model: ModelConfig, sizes: EngineConfig, topology: Topology, itemsize: int
-) -> tuple[Line, ...]:
-  held, capacity = cost_model.engine_bytes(model, sizes, itemsize), topology.kind.hbm_bytes
-  step = cost_model.decode_step_s(
-    model, sizes, topology.kind, group_size=config.rollout.group_size, itemsize=itemsize
+def _lengths(config: RunConfig) -> Lengths:
+  return Lengths(
+    mean=config.plan.mean_tokens or config.rollout.max_tokens, spread=config.plan.spread
   )
-  fits = 'fits one device' if held.total <= capacity else 'DOES NOT FIT one device'
+
+
+def _decode_step_s(
+  config: RunConfig, model: ModelConfig, topology: Topology, itemsize: int
+) -> float:
+  return cost_model.decode_step_s(
+    model,
+    assembly.engine_sizes(config),
+    topology.kind,
+    group_size=config.rollout.group_size,
+    itemsize=itemsize,
+    lengths=_lengths(config),
+  )
+
+
+def _engine_lines(
+  config: RunConfig,
+  model: ModelConfig,
+  topology: Topology,
+  itemsize: int,
+  figures: EngineFigures | None,
+) -> tuple[Line, ...]:
+  """Of one engine on one device; `figures` is None where its programs do not fit."""
+  sizes, capacity = assembly.engine_sizes(config), topology.kind.hbm_bytes
+  held = cost_model.engine_bytes(model, sizes, itemsize)
+  step = _decode_step_s(config, model, topology, itemsize)
+  if figures is None:
+    programs = (Line('decode and prefill', 'DO NOT FIT', f'{_COMPILED}: {_ENGINE_CURE}'),)
+  else:
+    programs = (
+      Line('used by decode', gib(figures.decode), f'{_COMPILED}: {_fit(figures.decode, capacity)}'),
+      Line(
+        'used by prefill', gib(figures.prefill), f'{_COMPILED}, without KV, which takes no more'
+      ),
+    )
   return (
     Line('weights, for prefill and decode', gib(held.weights), _COUNTED),
     Line('KV of prompts', gib(held.prefix_kv), _COUNTED),
     Line('KV of samples', gib(held.suffix_kv), _COUNTED),
-    Line('an engine in all', gib(held.total), f'{_COUNTED}: {fits}'),
+    Line('an engine in all', gib(held.total), f'{_COUNTED}: {_fit(held.total, capacity)}'),
+    *programs,
     Line('decode step of full slots', seconds(step), f"{_MODELLED}: reads at the maker's rate"),
     Line('tokens of a worker', f'{sizes.slots / step:.4g} /s', _MODELLED),
   )
+
+
+_ENGINE_CURE = (
+  'lower config.rollout.slots or kv_fraction, or set rollout.weights=int8 and rollout.kv=int8'
+)
+
+
+def _fit(used: float, capacity: float) -> str:
+  return 'fits one device' if used <= capacity else f'DOES NOT FIT one device: {_ENGINE_CURE}'
 
 
 def _fleet_lines(
@@ -195,12 +258,10 @@ def _fleet_lines(
 ) -> tuple[Line, ...]:
   dcn_bytes_s, price = config.plan.dcn_gb_s * 1e9, config.plan.price
   itemsize = jnp.dtype(settings.forward.compute_dtype).itemsize
-  rollout, sizes = config.rollout, assembly.engine_sizes(config)
-  sampled = rollout.groups_per_step * rollout.group_size * rollout.max_tokens
-  decode = cost_model.decode_step_s(
-    model, sizes, topology.kind, group_size=rollout.group_size, itemsize=itemsize
-  )
-  workers = sampled / step_s * decode / sizes.slots
+  rollout, lengths = config.rollout, _lengths(config)
+  sampled = rollout.groups_per_step * rollout.group_size * lengths.mean
+  decode = _decode_step_s(config, model, topology, itemsize)
+  workers = sampled / step_s * decode / rollout.slots
   weights = cost_model.num_parameters(model) * itemsize
   lines = [
     Line('weights on the wire', gib(weights), _COUNTED),
@@ -212,7 +273,8 @@ def _fleet_lines(
     Line(
       'single-device workers',
       f'{workers:.1f}',
-      f'{_MODELLED}: to keep the learner busy with longest samples',
+      f'{_MODELLED}: to keep the learner busy, samples of {lengths.mean:g} tokens on average, spread '
+      f'{lengths.spread:g}-fold',
     ),
   ]
   if price:
@@ -224,6 +286,53 @@ def _fleet_lines(
       )
     )
   return tuple(lines)
+
+
+def _searched_lines(
+  config: RunConfig,
+  model: ModelConfig,
+  topology: Topology,
+  dtype: Any,
+  used: float,
+) -> tuple[Line, ...]:
+  """The largest micro-batch and the longest rows that fit, one knob at a time."""
+  rollout, rows = config.rollout, assembly.learner_settings(config, dtype).rows
+  whole = rollout.groups_per_step * (
+    rollout.max_prompt_tokens + rollout.group_size * rollout.max_tokens
+  )
+  data_parallel = config.learner.mesh.data * config.learner.mesh.fsdp
+
+  def used_by(row_length: int, tokens: int) -> float | None:
+    learner = dataclasses.replace(
+      config.learner, row_length=row_length, micro_batch_tokens=max(tokens, row_length)
+    )
+    changed = dataclasses.replace(config, learner=learner)
+    settings = assembly.learner_settings(changed, dtype)
+    mesh = make_mesh(to_plain(learner.mesh), topology.devices)
+    try:
+      figures = learner_programs.train_figures(model, settings, mesh, rollout.kept_tokens)
+    except OutOfMemory:
+      return None
+    return figures.argument_bytes + figures.temporary_bytes
+
+  start = rows.micro_batch_rows // data_parallel * rows.shape.length
+  options = {'used': used, 'capacity': topology.kind.hbm_bytes}
+  length = rows.shape.length
+  batch = largest_fit(
+    lambda tokens: used_by(length, tokens), start=start, most=whole // data_parallel, **options
+  )
+  longest = largest_fit(
+    lambda tokens: used_by(tokens, tokens), start=length, most=whole // data_parallel, **options
+  )
+  return (
+    _found('tokens of a micro-batch on a device', batch),
+    _found('tokens of a row', longest),
+  )
+
+
+def _found(name: str, fit: LargestFit) -> Line:
+  after = 'nothing is left to put in' if fit.next_used is None else f'{2 * fit.value} do not fit'
+  return Line(f'most {name}', f'{fit.value}', f'{_COMPILED}: {gib(fit.used)}; {after}')
 
 
 def _cure(held: StateBytes, capacity: float) -> dict[str, Any]:

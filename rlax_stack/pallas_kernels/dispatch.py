@@ -4,6 +4,9 @@ Not for what a form computes. Invariant: asking for a form that is absent fails 
 choose another one.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,9 +24,25 @@ _MOSAIC_GPU = (
 )  # first jax whose Mosaic GPU has an interpreter, which is where the kernels are tested
 
 
+_described: contextvars.ContextVar[Any] = contextvars.ContextVar('described', default=None)
+
+
+@contextlib.contextmanager
+def described(device: jax.Device) -> Iterator[None]:  # pyright: ignore[reportInvalidTypeForm]
+  """Within it, programs without a mesh are for this device, which may be one that is only described."""
+  token = _described.set(device)
+  try:
+    yield
+  finally:
+    _described.reset(token)
+
+
 def target_device(mesh: Mesh | None) -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
-  """A device of the mesh (which may be one that is only described), or the default one."""
-  return jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+  """A device of the mesh (which may be one that is only described), the one that `described` says, or the default."""
+  if mesh is not None:
+    return mesh.devices.flat[0]
+  given = _described.get()
+  return jax.devices()[0] if given is None else given
 
 
 def no_pallas(

@@ -73,6 +73,22 @@ def model_flops(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Lengths:
+  """How long samples are, in tokens: log-normal with this mean, 95th percentile over the 5th `spread`."""
+
+  mean: float
+  spread: float = 1.0
+
+  @property
+  def seen(self) -> float:
+    """Tokens of its own that a decoding sample has on average: E[n²] / 2 E[n], since long ones decode longer."""
+    sigma = math.log(self.spread) / (
+      2 * 1.6449
+    )  # the 95th percentile lies 1.6449 sigma above the median
+    return self.mean * math.exp(sigma**2) / 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineBytes:
   """What a rollout engine holds on its device."""
 
@@ -102,16 +118,22 @@ def engine_bytes(config: ModelConfig, sizes: EngineConfig, itemsize: int) -> Eng
 
 
 def decode_step_s(
-  config: ModelConfig, sizes: EngineConfig, kind: DeviceKind, *, group_size: int, itemsize: int
+  config: ModelConfig,
+  sizes: EngineConfig,
+  kind: DeviceKind,
+  *,
+  group_size: int,
+  itemsize: int,
+  lengths: Lengths,
 ) -> float:
-  """Seconds of a decode step of full slots: weights once, each prompt once for the rows that share it, half-grown
-  samples.
+  """Seconds of a decode step of full slots: weights once, each prompt once for the rows that share it, and what samples
+  have so far.
   """
   held = engine_bytes(config, sizes, itemsize)
   token = _token_bytes(config, sizes, itemsize)
   rows = min(group_size, sizes.rows_per_block)
   prompts = math.ceil(sizes.slots / rows) * sizes.max_prompt_tokens
-  read = token * (prompts + sizes.slots * sizes.max_new_tokens / 2)
+  read = token * (prompts + sizes.slots * min(lengths.seen, sizes.max_new_tokens))
   layers = (held.weights - _embeddings(config) * itemsize) / 2  # decode reads one of the two
   head = config.vocab_size * config.hidden_size * itemsize
   return (layers + head + read) / kind.hbm_bytes_s

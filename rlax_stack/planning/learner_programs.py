@@ -140,13 +140,7 @@ def _figures(function: Any, mesh: Mesh, micro_batches: int, *arguments: Any) -> 
   # Mosaic asks for the device that it lowers to; none is attached, so the mesh must say it.
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     flops = traced_flops(function, *arguments, count, unknown_trips=micro_batches)
-    lowered = function.lower(*arguments, count)
-    try:
-      compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-      if 'hbm' not in str(error).lower():
-        raise
-      raise OutOfMemory(_needed(str(error))) from error
+    compiled = compiled_or_too_large(function.lower(*arguments, count))
   memory = compiled.memory_analysis()
   return ProgramFigures(
     flops=flops,
@@ -155,6 +149,20 @@ def _figures(function: Any, mesh: Mesh, micro_batches: int, *arguments: Any) -> 
     counts=count_compiled(compiled.as_text(), unknown_trips=micro_batches),
     compile_s=time.perf_counter() - start,
   )
+
+
+def compiled_or_too_large(lowered: Any) -> Any:
+  """The compiled form of a lowered program.
+
+  Raises:
+    OutOfMemory: its compiler says that the device has not enough memory.
+  """
+  try:
+    return lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    if 'hbm' not in str(error).lower():
+      raise
+    raise OutOfMemory(_needed(str(error))) from error
 
 
 def _needed(message: str) -> str:

@@ -51,6 +51,8 @@ def _logits(
   # A row that does not decode may have no page, and must not write into another row's.
   outside = engine.suffix_pages + jnp.arange(engine.slots, dtype=jnp.int32)
   page, place = jnp.where(rows.active, page, outside), index % size
+  # One line of a key head at a time: a TPU would lay the table out anew, copying it, to write all heads at once.
+  heads = jnp.arange(config.num_kv_heads, dtype=jnp.int32)
   of_layer = step_inputs(config, engine, rows, work, suffix_pages)
   x = decoder.embed(params.model, config, rows.token, engine.compute_dtype).T
 
@@ -58,7 +60,7 @@ def _logits(
     x, suffix_k, suffix_v = carry
     plan, sin, cos = of_layer(layer)
     q, k, v = serving.project_qkv(params, config, layer, x, sin, cos)
-    at = (layer, page, slice(None), place)
+    at = (layer, page[:, None], heads[None], place[:, None])
     suffix_k = quantise.write_table(suffix_k, at, k, unique_indices=True)
     suffix_v = quantise.write_table(suffix_v, at, v, unique_indices=True)
     tables = (state.prefix_k, state.prefix_v, suffix_k, suffix_v)

@@ -138,6 +138,8 @@ class LearnerSection:
   micro_batch_tokens: int
   remat: str
   max_skipped_steps: int
+  router_aux_coef: float
+  router_z_coef: float
   mesh: MeshSection
 
 

@@ -209,6 +209,7 @@ class PackedBatch(NamedTuple):
   next trained token is predicted, or after its last token where it was cut off; -1 where it ended.
   `value_t` and `next_value_t` are a critic's values at the two places, at the start of the batch.
   `kept_ids_t` holds the kept set of each target (see Trajectory); its log-probs are within that set.
+  `place_weight` counts each token of the batch once where several rows hold it; read for mixtures of experts.
   """
 
   tokens: Any  # int32 [R, T]
@@ -231,3 +232,4 @@ class PackedBatch(NamedTuple):
   value_t: Any = None  # float32 [R, N], None without a critic
   next_value_t: Any = None  # float32 [R, N], 0 where the trajectory ended; None without a critic
   kept_ids_t: Any = None  # int32 [R, N, K], all -1: the whole vocabulary; None without kept sets
+  place_weight: Any = None  # float32 [R, T], 0 at padding; None where nobody asked for it

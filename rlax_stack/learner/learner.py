@@ -16,7 +16,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlax_stack.errors import NonFiniteError
+from rlax_stack.errors import ConfigError, NonFiniteError
 from rlax_stack.learner import critic as critics
 from rlax_stack.learner import packing
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
@@ -33,6 +33,7 @@ from rlax_stack.models.config import ModelConfig
 from rlax_stack.objectives import reward_batch
 from rlax_stack.objectives.host import advantages_of
 from rlax_stack.objectives.objective import Objective
+from rlax_stack.objectives.router import NO_ROUTER_LOSS, RouterLoss
 from rlax_stack.types import Group, PackedBatch
 
 _ANCHORED = {'anchor', 'host_scores'}  # tags of boxes that need the starting weights
@@ -44,7 +45,7 @@ class LearnerSettings:
 
   updates_per_batch: optimizer updates on each batch (the μ of GRPO); above 1 the proximal log-probs
   are scored first, and averaged weights score them before every update. max_skipped_in_row: so many
-  non-finite updates in a row stop the run.
+  non-finite updates in a row stop the run. router: losses of a mixture of experts.
   """
 
   rows: RowPlan
@@ -53,6 +54,7 @@ class LearnerSettings:
   optimizer: OptimizerSettings
   updates_per_batch: int = 1
   max_skipped_in_row: int = 5
+  router: RouterLoss = NO_ROUTER_LOSS
 
   @property
   def scores_proximal(self) -> bool:
@@ -84,6 +86,7 @@ class Learner:
   """
 
   def __init__(self, config: ModelConfig, params: Any, settings: LearnerSettings, mesh: Mesh):
+    check_mixture(config, settings.router, mesh)
     self._config, self._settings, self._mesh = config, settings, mesh
     self._optimizer = make_optimizer(settings.optimizer)
     self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -109,6 +112,7 @@ class Learner:
       objective=self._objective,
       optimizer=settings.optimizer,
       score_proximal=self._score_proximal,
+      router=settings.router,
     )
     self._score = make_score(config, mesh, settings.forward)
     self._proximal = make_proximal_score(config, mesh, settings.forward, self._objective)
@@ -288,6 +292,7 @@ class Learner:
       rows_multiple=plan.micro_batch_rows,
       rewards=rewards,
       bootstrap=self._critic is not None and self._critic.bootstrap,
+      weigh_places=self._config.num_experts > 0,
     )
 
   def _place(self, packed: PackedBatch) -> tuple[PackedBatch, jax.Array]:
@@ -305,6 +310,27 @@ class Learner:
     cut = jax.tree.map(lambda x: x.reshape(self._capacity, rows, *x.shape[1:]), padded)
     batch = jax.device_put(cut, rows_sharding(self._mesh))
     return batch, jax.device_put(np.int32(num_micro), self._replicated)
+
+
+def check_mixture(config: ModelConfig, router: RouterLoss, mesh: Mesh) -> None:
+  """Raises ConfigError for a dense model with what belongs to experts, or experts that do not divide over the mesh."""
+  parts = mesh.shape['expert']
+  if not config.num_experts:
+    for name in ('aux_coef', 'z_coef'):
+      if getattr(router, name):
+        raise ConfigError(
+          f'config.learner.router_{name}={getattr(router, name)} is for mixtures of experts, and this model is dense. '
+          'Set it to 0.'
+        )
+    if parts > 1:
+      raise ConfigError(
+        f'config.learner.mesh.expert={parts} splits experts, and this model is dense. Set it to 1.'
+      )
+  elif config.num_experts % parts:
+    raise ConfigError(
+      f'config.learner.mesh.expert={parts} does not divide the {config.num_experts} experts of this model. Choose a '
+      'divisor.'
+    )
 
 
 def _trained(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlax_stack.errors import ConfigError
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.pallas_kernels.decode_work import WorkList
@@ -153,10 +154,22 @@ def _store_prefix(
   )
 
 
+def check_mixture(config: ModelConfig, engine: EngineConfig) -> None:
+  """Raises ConfigError where the weights of a mixture of experts are to be quantised."""
+  for name, off in (('weights', 'same'), ('draft_weights', 'none')):
+    value = getattr(engine, name)
+    if config.num_experts and value != off:
+      raise ConfigError(
+        f'config.rollout.{name}={value} does not know experts, of which this model has {config.num_experts}. Set it to '
+        f'{off}; config.rollout.kv may stay quantised.'
+      )
+
+
 class Engine:
   """Compiled programs of one model and one set of static sizes; holds neither weights nor state."""
 
   def __init__(self, config: ModelConfig, engine_config: EngineConfig):
+    check_mixture(config, engine_config)
     self.config = config
     self.engine_config = engine_config
     self._device = jax.local_devices()[0]

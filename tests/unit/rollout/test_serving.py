@@ -42,6 +42,14 @@ _VARIANTS = {
     'final_soft_cap': 4.0,
   },
   'gemma3': {**_GEMMA, 'qk_norm': True, 'local_rope_theta': 50.0},
+  'mixtral': {'num_experts': 4, 'experts_per_token': 2, 'moe_intermediate_size': 24},
+  'qwen3_moe': {
+    'num_experts': 6,
+    'experts_per_token': 3,
+    'moe_intermediate_size': 16,
+    'norm_topk_prob': False,
+    'qk_norm': True,
+  },
 }
 
 

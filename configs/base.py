@@ -59,6 +59,7 @@ def get_config():
   config.rollout.top_p = 1.0  # 1 = off
   config.rollout.min_p = 0.0  # 0 = off
   config.rollout.kept_tokens = 0  # recorded ids of what the filters keep, per token; 0 = none
+  config.rollout.router_replay = False  # experts: training replays those of the rollout (R3)
   config.rollout.repetition_penalty = 1.0  # 1 = off; of tokens in the prompt or the sample
   config.rollout.presence_penalty = 0.0  # 0 = off; off the logits of tokens of the sample, once
   config.rollout.frequency_penalty = 0.0  # 0 = off; the same per occurrence

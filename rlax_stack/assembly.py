@@ -241,6 +241,7 @@ def engine_sizes(config: RunConfig, *, serving: bool = False) -> EngineConfig:
     max_logit_bias=300 if serving else 16,
     max_top_log_probs=20 if serving else limits.top_log_probs,
     kept_tokens=0 if serving else rollout.kept_tokens,
+    record_experts=rollout.router_replay and not serving,
     compute_dtype=resolve_compute_dtype(config.model.compute_dtype),
     weights=rollout.weights,
     kv=rollout.kv,

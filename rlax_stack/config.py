@@ -76,6 +76,7 @@ class RolloutSection:
   top_p: float
   min_p: float
   kept_tokens: int
+  router_replay: bool
   repetition_penalty: float
   presence_penalty: float
   frequency_penalty: float

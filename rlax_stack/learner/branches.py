@@ -37,6 +37,7 @@ class Branch:
   advantage: np.ndarray  # float32 [n]
   reward: float
   kept: np.ndarray | None  # int32 [n, K]
+  experts: np.ndarray | None  # int16 [P + C, L, k], of the prompt too
 
 
 def make_branch(
@@ -94,6 +95,9 @@ def make_branch(
     advantage=_per_token(advantage, trained.size, trajectory),
     reward=reward,
     kept=None if trajectory.kept_ids_t is None else trajectory.kept_ids_t[trained],
+    experts=None
+    if trajectory.experts_t is None
+    else trajectory.experts_t[: prompt_length + len(placed)],
   )
 
 

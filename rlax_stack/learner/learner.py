@@ -16,7 +16,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlax_stack.errors import ConfigError, NonFiniteError
+from rlax_stack.errors import ConfigError, DataError, NonFiniteError
 from rlax_stack.learner import critic as critics
 from rlax_stack.learner import packing
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
@@ -207,7 +207,8 @@ class Learner:
     stats = packing.packing_stats(packed)
     batch, num_micro = self._place(packed)
     if self._anchor is not None and 'anchor' in self._objective.tags:
-      scores = self._score(self._anchor, batch, num_micro)
+      # The anchor is another policy, whose routers are its own.
+      scores = self._score(self._anchor, batch._replace(experts=None), num_micro)
       batch = batch._replace(anchor_log_probs_t=scores)
     if self._critic is not None:
       critic_params = self._state.critic['params']
@@ -249,6 +250,8 @@ class Learner:
   ) -> tuple[tuple[np.ndarray, ...], ...]:
     packed = self._pack(groups, [np.zeros(len(g.trajectories), np.float32) for g in groups])
     batch, num_micro = self._place(packed)
+    if params is self._anchor:
+      batch = batch._replace(experts=None)
     scores = np.asarray(jax.device_get(self._score(params, batch, num_micro)))
     scores = scores.reshape(-1, scores.shape[-1])[: packed.tokens.shape[0]]
     index, result = 0, []
@@ -285,7 +288,7 @@ class Learner:
 
   def _pack(self, groups, advantages, rewards=None) -> PackedBatch:
     plan = self._settings.rows
-    return packing.pack_groups(
+    packed = packing.pack_groups(
       groups,
       advantages,
       row_shapes=[plan.shape],
@@ -294,6 +297,13 @@ class Learner:
       bootstrap=self._critic is not None and self._critic.bootstrap,
       weigh_places=self._config.num_experts > 0,
     )
+    wanted = (self._config.num_layers, self._config.experts_per_token)
+    if packed.experts is not None and packed.experts.shape[2:] != wanted:
+      raise DataError(
+        f'experts of {packed.experts.shape[2:]} layers and choices were recorded, this model has {wanted}. Take '
+        'trajectories of the same model.'
+      )
+    return packed
 
   def _place(self, packed: PackedBatch) -> tuple[PackedBatch, jax.Array]:
     """Rows as [M, rows, ...] on the mesh, M always the same, and how many of the M are in use."""

@@ -120,7 +120,8 @@ def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:
     raise ValueError(f'the batch has {rows} rows, more than {num_rows=}.')
   shape = RowShape(length, batch.target_t.shape[1])
   kept_tokens = 0 if batch.kept_ids_t is None else batch.kept_ids_t.shape[2]
-  empty = empty_batch(num_rows - rows, shape, kept_tokens)
+  routed = None if batch.experts is None else batch.experts.shape[2:]
+  empty = empty_batch(num_rows - rows, shape, kept_tokens, routed)
   if batch.place_weight is not None:
     empty = empty._replace(place_weight=np.zeros(empty.tokens.shape, np.float32))
   # Fields that are None and mappings that are empty hold no array.
@@ -156,7 +157,11 @@ def _pack(groups, tries, row_shapes, rows_multiple, *, separate, weigh_places) -
       f'{num_trajectories} trajectories train fewer tokens than there are trajectories.'
     )
   kept = (branch.kept for trie in tries for branch in trie.branches if branch.kept is not None)
-  batch = empty_batch(num_rows, shape, max((ids.shape[1] for ids in kept), default=0))
+  routed = {b.experts.shape[1:] for trie in tries for b in trie.branches if b.experts is not None}
+  if len(routed) > 1:
+    raise DataError(f'trajectories were routed by models of different shapes, {sorted(routed)}.')
+  widest = max((ids.shape[1] for ids in kept), default=0)
+  batch = empty_batch(num_rows, shape, widest, next(iter(routed), None))
   placed = []
   for row, tries_of_row in enumerate(rows):
     start, triple = 0, 0
@@ -237,8 +242,16 @@ def _first_fit_decreasing(pieces: Sequence[_Trie], shape: RowShape) -> list[list
   return rows
 
 
-def empty_batch(num_rows: int, shape: RowShape, kept_tokens: int = 0) -> PackedBatch:
-  """Rows of padding; with `kept_tokens` there is room for kept sets of so many ids."""
+def empty_batch(
+  num_rows: int,
+  shape: RowShape,
+  kept_tokens: int = 0,
+  routed: tuple[int, int] | None = None,
+) -> PackedBatch:
+  """Rows of padding.
+
+  With `kept_tokens` there is room for kept sets of so many ids, with `routed`, (L, k), for experts.
+  """
   tokens, triples = (num_rows, shape.length), (num_rows, shape.triples)
 
   def zeros(dtype):
@@ -263,6 +276,7 @@ def empty_batch(num_rows: int, shape: RowShape, kept_tokens: int = 0) -> PackedB
     version_t=np.full(triples, -1, np.int32),
     next_index_t=np.full(triples, -1, np.int32),
     kept_ids_t=np.full((*triples, kept_tokens), -1, np.int32) if kept_tokens else None,
+    experts=None if routed is None else np.full((*tokens, *routed), -1, np.int16),
   )
 
 
@@ -297,5 +311,10 @@ def _write(batch: PackedBatch, row: int, start: int, triple: int, trie: _Trie) -
     batch.version_t[row, there] = branch.version
     if branch.kept is not None:
       batch.kept_ids_t[row, there, : branch.kept.shape[1]] = branch.kept
+    if branch.experts is not None:
+      at = np.concatenate([np.arange(start, below), below + places])
+      # Samples that share a place went the same way but for near ties: the first one's is taken.
+      free = batch.experts[row, at, 0, 0] < 0
+      batch.experts[row, at[free]] = branch.experts[free]
     triple += len(branch.target)
   return end, triple

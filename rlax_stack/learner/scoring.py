@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rlax_stack.learner.kept_sets import with_kept_log_probs
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.experts import Routing
 from rlax_stack.objectives.objective import Objective
 from rlax_stack.objectives.router import RouterSums, router_sums
 from rlax_stack.objectives.vocabulary import TokenTerms, proximal_terms
@@ -92,6 +93,7 @@ def row_states(
     compute_dtype=settings.compute_dtype,
     remat=settings.remat,
     mesh=mesh,
+    replay=_replay(rows),
   )
 
 
@@ -110,6 +112,11 @@ def row_states_and_router(
   if rows.place_weight is None:
     raise ValueError('the rows of a mixture need place_weight. Pack them with weigh_places=True.')
   attend = _attend(config, rows, settings, mesh)
+
+  def sums_of(routing: Routing) -> RouterSums:
+    replayed = rows.experts is not None
+    return router_sums(routing.logits, routing.experts, rows.place_weight, replayed=replayed)
+
   hidden, (_, sums) = decoder.hidden_states_and_aux(
     params,
     config,
@@ -119,7 +126,8 @@ def row_states_and_router(
     compute_dtype=settings.compute_dtype,
     remat=settings.remat,
     mesh=mesh,
-    observe=lambda routing: router_sums(routing.logits, routing.experts, rows.place_weight),
+    replay=_replay(rows),
+    observe=sums_of,
   )
   return hidden, sums
 
@@ -140,6 +148,11 @@ def batch_load(
 
   zeros = jnp.zeros((config.num_layers, config.num_experts), jnp.float32)
   return jax.lax.fori_loop(0, num_micro, body, zeros)
+
+
+def _replay(rows: PackedBatch) -> jax.Array | None:
+  """The experts of the rollout as the decoder takes them, [L, R, T, k]."""
+  return None if rows.experts is None else jnp.moveaxis(rows.experts, 2, 0)
 
 
 def _attend(config, rows, settings, mesh):

@@ -140,10 +140,13 @@ class DecoderLayer(nnx.Module):
   def _mlp(self, x: jax.Array) -> jax.Array:
     return self.down_proj(_gated(self.gate_proj(x), self.up_proj(x), self.config.activation))
 
-  def _mixture(self, x: jax.Array, mesh: Mesh | None) -> tuple[jax.Array, Routing]:
+  def _mixture(
+    self, x: jax.Array, mesh: Mesh | None, replay: jax.Array | None
+  ) -> tuple[jax.Array, Routing]:
     parts = (self.experts_gate, self.experts_up, self.experts_down)
     kernels = ExpertKernels(*(part.kernel.get_value() for part in parts))
-    return apply_mixture(self.config, x, self.router.kernel.get_value(), kernels, mesh=mesh)
+    router = self.router.kernel.get_value()
+    return apply_mixture(self.config, x, router, kernels, mesh=mesh, replay=replay)
 
   def __call__(
     self,
@@ -154,16 +157,18 @@ class DecoderLayer(nnx.Module):
     *,
     mesh: Mesh | None = None,
     observe: ObserveRouter | None = None,
+    replay: jax.Array | None = None,
   ) -> tuple[jax.Array, Any]:
     """x [..., D] -> (x [..., D], aux). `attend(q, k, v)` returns (output [..., H, Dh], aux).
 
-    With `observe`, of a mixture, aux is (aux of attend, observe(routing)). mesh: see `experts.mix`.
+    With `observe`, of a mixture, aux is (aux of attend, observe(routing)). mesh: see `experts.mix`;
+    replay: see `experts.route`.
     """
     attended, aux = attend(*self._qkv(self.attn_norm(x), sin, cos))
     attended = self.o_proj(attended.reshape(*x.shape[:-1], -1).astype(x.dtype))
     x = x + (self.post_attn_norm(attended) if self.config.post_norms else attended)
     if self.config.num_experts:
-      fed, routing = self._mixture(self.mlp_norm(x), mesh)
+      fed, routing = self._mixture(self.mlp_norm(x), mesh, replay)
       aux = aux if observe is None else (aux, observe(routing))
     else:
       fed = self._mlp(self.mlp_norm(x))
@@ -217,11 +222,12 @@ class Decoder(nnx.Module):
     of_layers: Any = None,
     mesh: Mesh | None = None,
     observe: ObserveRouter | None = None,
+    replay: jax.Array | None = None,
   ) -> tuple[jax.Array, Any]:
     """tokens, positions int32 [R, T] -> (hidden [R, T, D], aux of layers stacked).
 
-    With `of_layers`, arrays [L, ...], attend gets those of its layer as a fourth argument. mesh and observe: see
-    DecoderLayer.
+    With `of_layers`, arrays [L, ...], attend gets those of its layer as a fourth argument. mesh, observe and, with an
+    axis of layers in front, replay: see DecoderLayer.
     """
     config = self.config
     graph, stacked = nnx.split(self.layers)
@@ -229,7 +235,7 @@ class Decoder(nnx.Module):
     local = None if config.local_rope_theta is None else rotation(config, positions, local=True)
 
     def layer(x, of_layer):
-      state, inputs, sees_all = of_layer
+      state, inputs, sees_all, experts = of_layer
       given = () if inputs is None else (inputs,)
       named = {} if sees_all is None else {'sees_all': sees_all}
       sin, cos = rotations
@@ -239,11 +245,12 @@ class Decoder(nnx.Module):
       def attend_here(q, k, v):
         return attend(q, k, v, *given, **named)
 
-      return nnx.merge(graph, state)(x, sin, cos, attend_here, mesh=mesh, observe=observe)
+      decode = nnx.merge(graph, state)
+      return decode(x, sin, cos, attend_here, mesh=mesh, observe=observe, replay=experts)
 
     if remat != 'none':
       layer = jax.checkpoint(layer, policy=remat_policy(remat), prevent_cse=False)
-    of_each = (stacked, of_layers, layers_that_see_all(config))
+    of_each = (stacked, of_layers, layers_that_see_all(config), replay)
     x, aux = jax.lax.scan(layer, self.embedder(tokens, compute_dtype), of_each)
     return self.final_norm(x), aux
 
@@ -305,6 +312,7 @@ def hidden_states(
   compute_dtype: Any = jnp.float32,
   remat: str = 'none',
   mesh: Mesh | None = None,
+  replay: jax.Array | None = None,
 ) -> jax.Array:
   """Hidden states after the final norm.
 
@@ -318,6 +326,7 @@ def hidden_states(
     compute_dtype: dtype of activations.
     remat: 'none', 'layer' or 'dots'.
     mesh: where rows and parameters live; a mixture splits its work by it.
+    replay: int [L, R, T, k], experts that tokens of a mixture go through, -1 where they are free.
 
   Returns:
     [R, T, D] in compute_dtype.
@@ -331,6 +340,7 @@ def hidden_states(
     compute_dtype=compute_dtype,
     remat=remat,
     mesh=mesh,
+    replay=replay,
   )
   return hidden
 
@@ -347,6 +357,7 @@ def hidden_states_and_aux(
   of_layers: Any = None,
   mesh: Mesh | None = None,
   observe: ObserveRouter | None = None,
+  replay: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
   """As `hidden_states`, but attend returns (output, aux): aux comes back stacked over layers.
 
@@ -364,6 +375,7 @@ def hidden_states_and_aux(
     of_layers=of_layers,
     mesh=mesh,
     observe=observe,
+    replay=replay,
   )
 
 

@@ -22,6 +22,7 @@ from rlax_stack import sharding
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.pallas_kernels import dispatch
 
+LOOP = 'expert_blocks'  # scope of the loops over blocks, by which a planner knows them
 _FORMS = ('auto', 'blocks', 'ragged')
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 8, 128  # slots of one product
 
@@ -59,30 +60,45 @@ def apply_mixture(
   *,
   first: jax.Array | int = 0,
   mesh: Mesh | None = None,
+  replay: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing]:
   """What the mixture of a layer makes of hidden states [..., D], and where it sent them; see `route` and `mix`."""
-  normalise = config.norm_topk_prob
-  routing = route(x, router, experts_per_token=config.experts_per_token, normalise=normalise)
+  k, normalise = config.experts_per_token, config.norm_topk_prob
+  routing = route(x, router, experts_per_token=k, normalise=normalise, replay=replay)
   return mix(x, routing, kernels, first=first, mesh=mesh), routing
 
 
-def route(x: jax.Array, router: jax.Array, *, experts_per_token: int, normalise: bool) -> Routing:
+def route(
+  x: jax.Array,
+  router: jax.Array,
+  *,
+  experts_per_token: int,
+  normalise: bool,
+  replay: jax.Array | None = None,
+) -> Routing:
   """The k likeliest experts of each token, softmax in float32 over all experts.
 
-  Mixtral and Qwen3-MoE share the formula; Mixtral always normalises.
+  Mixtral and Qwen3-MoE share the formula; Mixtral always normalises. With `replay` a token goes where it went before,
+  whatever is likeliest now, with the weights of now, through which gradients flow ("R3", Ma et al.,
+  https://arxiv.org/abs/2510.11370).
 
   Args:
     x: hidden states [..., D].
     router: kernel [E, D].
     experts_per_token: k.
     normalise: whether the k weights are divided by their sum.
+    replay: int [..., k], experts of each token; -1 where a token is free.
   """
   flat, experts = x.reshape(-1, x.shape[-1]), router.shape[0]
   logits = lax.dot_general(
     router.astype(x.dtype), flat, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
   )
   logits = logits.T.reshape(*x.shape[:-1], experts)
-  weights, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), experts_per_token)
+  probs = jax.nn.softmax(logits, axis=-1)
+  weights, chosen = lax.top_k(probs, experts_per_token)
+  if replay is not None:
+    chosen = jnp.where(replay >= 0, replay.astype(chosen.dtype), chosen)
+    weights = jnp.take_along_axis(probs, chosen, axis=-1)
   if normalise:
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
   return Routing(logits, chosen, weights)
@@ -151,7 +167,7 @@ def _mix(x, weights, experts, kernels, first, num_experts, *, form) -> jax.Array
   """`mix` on one device, float32; choices of experts outside [0, num_experts) count 0."""
   shape, k = x.shape, experts.shape[-1]
   x, choices = x.reshape(-1, shape[-1]), experts.reshape(-1)
-  block = 1 if form == 'ragged' else _block_size(choices.size, num_experts)
+  block = 1 if form == 'ragged' else block_size(choices.size, num_experts)
   plan = _plan(choices, num_experts, block)
   spread = jnp.broadcast_to(x[:, None], (x.shape[0], k, x.shape[1])).reshape(-1, x.shape[1])
   slots = _moved(spread, plan.choice_of, plan.slot_of)
@@ -179,7 +195,7 @@ class _Plan(NamedTuple):
   used: jax.Array  # int32 scalar, blocks in use: the first ones
 
 
-def _block_size(choices: int, num_experts: int) -> int:
+def block_size(choices: int, num_experts: int) -> int:
   """A power of two near the choices of an expert: larger blocks stay empty, smaller ones read kernels again."""
   mean = max(1, choices // num_experts)
   return min(max(1 << (mean - 1).bit_length(), _SMALLEST_BLOCK), _LARGEST_BLOCK)
@@ -254,7 +270,8 @@ def _product(block, slots, kernel, owner, used) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(out, made.T, i * block, axis=0)
 
   empty = jnp.zeros((slots.shape[0], kernel.shape[1]), slots.dtype)
-  return lax.fori_loop(0, used, body, empty)
+  with jax.named_scope(LOOP):
+    return lax.fori_loop(0, used, body, empty)
 
 
 def _product_forward(block, slots, kernel, owner, used):
@@ -280,7 +297,8 @@ def _product_backward(block, kept, gradient):
     return of_slots, of_kernel
 
   zeros = jnp.zeros_like(slots), jnp.zeros(kernel.shape, jnp.float32)
-  of_slots, of_kernel = lax.fori_loop(0, used, body, zeros)
+  with jax.named_scope(LOOP):
+    of_slots, of_kernel = lax.fori_loop(0, used, body, zeros)
   return of_slots, of_kernel.astype(kernel.dtype), None, None
 
 

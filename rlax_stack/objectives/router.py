@@ -42,15 +42,21 @@ class RouterSums(NamedTuple):
   probability: jax.Array  # [L, E], Σ w · p of the softmax over all experts
   entropy: jax.Array  # [L], Σ w · −Σₑ p log p, in nats
   square: jax.Array  # [L], Σ w · (log Σₑ exp(logit))²
+  strayed: jax.Array | None = (
+    None  # [L], Σ w · choices that are not the likeliest; None where all are
+  )
 
 
-def router_sums(logits: jax.Array, experts: jax.Array, weight: jax.Array) -> RouterSums:
+def router_sums(
+  logits: jax.Array, experts: jax.Array, weight: jax.Array, *, replayed: bool = False
+) -> RouterSums:
   """The sums of one layer, without the axis of layers.
 
   Args:
     logits: float32 [..., E].
     experts: int32 [..., k], chosen.
     weight: float32 [...], of each token; 0 for padding.
+    replayed: whether experts may be others than the likeliest.
   """
   count = logits.shape[-1]
   log_probs = jax.nn.log_softmax(logits, axis=-1)
@@ -63,7 +69,15 @@ def router_sums(logits: jax.Array, experts: jax.Array, weight: jax.Array) -> Rou
     probability=jnp.sum(weight[..., None] * probs, axis=tokens),
     entropy=jnp.sum(weight * -jnp.sum(probs * log_probs, axis=-1)),
     square=jnp.sum(weight * jnp.square(jax.nn.logsumexp(logits, axis=-1))),
+    strayed=jnp.sum(weight * _strayed(logits, experts)) if replayed else None,
   )
+
+
+def _strayed(logits: jax.Array, experts: jax.Array) -> jax.Array:
+  """How many of each token's k experts are not its k likeliest, float32 [...]."""
+  least = jax.lax.top_k(logits, experts.shape[-1])[0][..., -1:]
+  chosen = jnp.take_along_axis(logits, experts, axis=-1)
+  return jnp.sum((chosen < least).astype(jnp.float32), axis=-1)
 
 
 def load_balance(load: jax.Array, probability: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -108,9 +122,13 @@ def router_metrics(sums: RouterSums, tokens: jax.Array) -> dict[str, jax.Array]:
   expert_load_max and expert_load_min: tokens of the busiest and of the idlest expert of any layer, divided by the mean
   over the experts; 1 is balance, a minimum of 0 an expert that no token chose. router_entropy: of the softmax over all
   experts, mean over tokens and layers, in nats. router_aux: `load_balance`. router_z: the mean squared log-sum-exp.
+  router_strayed, with replay: share of the replayed choices that the router would not make itself.
   """
   relative = sums.load / jnp.mean(sums.load, axis=1, keepdims=True)
-  return {
+  strayed = {}
+  if sums.strayed is not None:
+    strayed = {'router_strayed': jnp.sum(sums.strayed) / jnp.sum(sums.load)}
+  return strayed | {
     'expert_load_max': jnp.max(relative),
     'expert_load_min': jnp.min(relative),
     'router_entropy': jnp.mean(sums.entropy) / tokens,

@@ -129,8 +129,11 @@ def finish_layer(
   layer: jax.Array,
   x: jax.Array,
   attended: jax.Array,
-) -> jax.Array:
-  """Adds attention's output [M, H, Dh] and the MLP of int32 layer [] to x [D, M]."""
+) -> tuple[jax.Array, jax.Array | None]:
+  """Adds attention's output [M, H, Dh] and the MLP of int32 layer [] to x [D, M].
+
+  Returns: the sum, and int32 [M, k], the experts of a mixture.
+  """
   stacked = params.model['layers']
 
   def added(x: jax.Array, y: jax.Array, post_norm: str) -> jax.Array:
@@ -140,21 +143,23 @@ def finish_layer(
   x = added(x, _product(params, 'o', layer, columns), 'post_attn_norm')
   normed = _norm(config, stacked['mlp_norm']['scale'][layer], x)
   if config.num_experts:
-    return added(x, _mixture(stacked, config, layer, normed), 'post_mlp_norm')
+    mixed, experts = _mixture(stacked, config, layer, normed)
+    return added(x, mixed, 'post_mlp_norm'), experts
   both = _product(params, 'gate_up', layer, normed)
   gate, up = jnp.split(both, 2, axis=0)
   gated = decoder.ACTIVATIONS[config.activation](gate) * up
-  return added(x, _product(params, 'down', layer, gated), 'post_mlp_norm')
+  return added(x, _product(params, 'down', layer, gated), 'post_mlp_norm'), None
 
 
 def _mixture(
   stacked: decoder.Params, config: ModelConfig, layer: jax.Array, x: jax.Array
-) -> jax.Array:
-  """The experts of int32 layer [], of x [D, M]."""
+) -> tuple[jax.Array, jax.Array]:
+  """What the experts of int32 layer [] make of x [D, M], and which ones they were, int32 [M, k]."""
   parts = (stacked[f'experts_{name}']['kernel'] for name in ('gate', 'up', 'down'))
   kernels = ExpertKernels(*(part.reshape(-1, *part.shape[2:]) for part in parts))
   router, first = stacked['router']['kernel'][layer], layer * config.num_experts
-  return apply_mixture(config, x.T, router, kernels, first=first)[0].T
+  mixed, routing = apply_mixture(config, x.T, router, kernels, first=first)
+  return mixed.T, routing.experts
 
 
 def logits_of(params: ServingParams, config: ModelConfig, x: jax.Array) -> jax.Array:

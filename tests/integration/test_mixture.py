@@ -33,8 +33,13 @@ def config(toy, toy_arguments, tmp_path_factory):
     '--config.rollout.stop_strings=()',
     '--config.learner.router_aux_coef=0.01',
     '--config.learner.router_z_coef=0.001',
+    '--config.rollout.router_replay=True',
   )
   return command_line.parse(['launch', *flags, *more])[0]
+
+
+def _free(trajectory):
+  return dataclasses.replace(trajectory, experts_t=None)
 
 
 def test_engine_log_probs_equal_the_learners_and_training_measures_the_router(config):
@@ -56,11 +61,16 @@ def test_engine_log_probs_equal_the_learners_and_training_measures_the_router(co
       for i, sample in enumerate(scheduler.generate_all(requests))
     )
     groups.append(Group(group_id=group_id, prompt=prompt, prompt_tokens=tokens, trajectories=drawn))
-  for group, scores in zip(groups, learner.score(groups), strict=True):
-    for trajectory, score in zip(group.trajectories, scores, strict=True):
-      gap = np.abs(score - trajectory.behaviour_log_probs_t)[trajectory.mask_t]
-      assert gap.max() <= 1e-4
+  free = [dataclasses.replace(g, trajectories=tuple(map(_free, g.trajectories))) for g in groups]
+  for some in (groups, free):
+    for group, scores in zip(some, learner.score(some), strict=True):
+      for trajectory, score in zip(group.trajectories, scores, strict=True):
+        gap = np.abs(score - trajectory.behaviour_log_probs_t)[trajectory.mask_t]
+        assert gap.max() <= 1e-4
+  drawn = [trajectory for group in groups for trajectory in group.trajectories]
+  assert all((t.experts_t[:-1] >= 0).all() and (t.experts_t < 4).all() for t in drawn)
   metrics = learner.train(groups).result()
+  assert metrics['router_strayed'] <= 0.01  # weights are those of the rollout
   assert 1 <= metrics['expert_load_max'] <= 4 and 0 <= metrics['expert_load_min'] <= 1
   assert 0 < metrics['router_entropy'] <= np.log(4)
   assert metrics['router_aux'] > 0 and metrics['skipped'] == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlax_stack.models.config import ModelConfig
-from rlax_stack.models.experts import ExpertKernels, Routing, apply_mixture, mix, route
+from rlax_stack.models.experts import ExpertKernels, Routing, apply_mixture, block_size, mix, route
 from rlax_stack.sharding import make_mesh
 
 TOKENS, WIDTH, INNER, EXPERTS, CHOSEN = 24, 8, 12, 6, 2
@@ -123,6 +123,37 @@ def test_route_takes_the_likeliest_first():
     np.testing.assert_allclose(got.logits, logits, rtol=1e-6)
 
 
+@pytest.mark.parametrize('normalise', [True, False])
+def test_replayed_experts_get_the_weights_of_now(normalise):
+  """Every other token is replayed, through experts that its router would not have taken."""
+  x, router, _ = _draw()
+  logits = np.asarray(x, np.float64) @ np.asarray(router, np.float64).T
+  likeliest = np.argsort(-logits, axis=-1)
+  replay = np.where(np.arange(TOKENS)[:, None] % 2, likeliest[:, -CHOSEN:], -1).astype(np.int16)
+  up = jnp.asarray(np.random.default_rng(9).normal(size=(TOKENS, CHOSEN)), jnp.float32)
+
+  def weights(router, normalise=normalise):
+    options = {'experts_per_token': CHOSEN, 'normalise': normalise}
+    routing = route(x, router, **options, replay=jnp.asarray(replay))
+    return jnp.sum(up * routing.weights), routing
+
+  gradient, routing = jax.grad(weights, has_aux=True)(router)
+  chosen = np.where(replay >= 0, replay, likeliest[:, :CHOSEN])
+  np.testing.assert_array_equal(routing.experts, chosen)
+
+  def by_hand(router):
+    p = np.exp(np.asarray(x, np.float64) @ router.T)
+    p = np.take_along_axis(p / p.sum(-1, keepdims=True), chosen, axis=-1)
+    return p / p.sum(-1, keepdims=True) if normalise else p
+
+  exact = np.asarray(router, np.float64)
+  np.testing.assert_allclose(routing.weights, by_hand(exact), atol=1e-5)
+  step = np.random.default_rng(3).normal(size=exact.shape)
+  ends = [np.sum(np.asarray(up) * by_hand(exact + sign * 1e-5 * step)) for sign in (1, -1)]
+  slope = float(np.sum(np.asarray(gradient) * step))
+  assert slope == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-3) and abs(slope) > 1e-2
+
+
 def test_bfloat16_keeps_its_dtype_and_routes_in_float32():
   x, router, kernels = _draw()
   half = x.astype(jnp.bfloat16)
@@ -155,6 +186,11 @@ def test_an_unknown_form_is_refused():
   x, router, kernels = _draw()
   with pytest.raises(ValueError, match="form='dense'"):
     _run(x, router, kernels, form='dense')
+
+
+def test_blocks_are_near_the_choices_of_an_expert():
+  sizes = [block_size(choices, 8) for choices in (1, 64, 72, 500, 10**6)]
+  assert sizes == [8, 8, 16, 64, 128]
 
 
 def test_a_layer_routes_and_mixes_by_its_config():

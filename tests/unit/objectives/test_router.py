@@ -27,9 +27,10 @@ def drawn():
   return logits, np.argsort(-logits, axis=-1)[..., :CHOSEN].astype(np.int32), weight
 
 
-def _sums(logits, experts, weight):
-  parts = [router_sums(one, chosen, weight) for one, chosen in zip(logits, experts, strict=True)]
-  return RouterSums(*(jnp.stack(part) for part in zip(*parts, strict=True)))
+def _sums(logits, experts, weight, **options):
+  layers = zip(logits, experts, strict=True)
+  parts = [router_sums(one, chosen, weight, **options) for one, chosen in layers]
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
 
 
 def _numpy(logits, experts, weight):
@@ -48,8 +49,21 @@ def _numpy(logits, experts, weight):
 
 def test_sums_weigh_tokens(drawn):
   got = _sums(*drawn)
-  for one, want in zip(got, _numpy(*drawn), strict=True):
+  assert isinstance(got, RouterSums) and got.strayed is None
+  for one, want in zip(got[:4], _numpy(*drawn), strict=True):
     np.testing.assert_allclose(one, want, rtol=1e-5)
+
+
+def test_choices_that_stray_are_counted(drawn):
+  logits, likeliest, weight = drawn
+  replayed = likeliest.copy()
+  replayed[1, 0, :, 1] = np.argsort(-logits[1, 0], axis=-1)[:, 2]  # one of two, in a row of a layer
+  sums, tokens = _sums(logits, replayed, weight, replayed=True), jnp.float32(weight.sum())
+  np.testing.assert_allclose(sums.strayed, [0, weight[0].sum()], rtol=1e-6)
+  share = weight[0].sum() / (LAYERS * CHOSEN * weight.sum())
+  assert float(router_metrics(sums, tokens)['router_strayed']) == pytest.approx(share)
+  assert 'router_strayed' not in router_metrics(_sums(*drawn), tokens)
+  np.testing.assert_array_equal(_sums(*drawn, replayed=True).strayed, [0, 0])
 
 
 def test_losses_are_means_over_tokens_and_layers(drawn):

@@ -79,7 +79,7 @@ def test_layers_equal_the_plain_decoder(tiny, variant):
     layer = jnp.int32(layer)
     q, k, v = serving.project_qkv(served, config, layer, x, sin, cos)
     attended = attend(q[None], k[None], v[None], **kind)[0]
-    x = serving.finish_layer(served, config, layer, x, attended)
+    x, _ = serving.finish_layer(served, config, layer, x, attended)
   hidden = decoder.hidden_states(params, config, jnp.asarray(tokens)[None], positions[None], attend)
   want = decoder.capped(config, hidden[0] @ decoder.lm_head(params, config).T)
   got = serving.logits_of(served, config, x).T

@@ -59,6 +59,7 @@ def get_config():
   config.rollout.top_p = 1.0  # 1 = off
   config.rollout.min_p = 0.0  # 0 = off
   config.rollout.kept_tokens = 0  # recorded ids of what the filters keep, per token; 0 = none
+  config.rollout.router_replay = False  # experts: training replays those of the rollout (R3)
   config.rollout.repetition_penalty = 1.0  # 1 = off; of tokens in the prompt or the sample
   config.rollout.presence_penalty = 0.0  # 0 = off; off the logits of tokens of the sample, once
   config.rollout.frequency_penalty = 0.0  # 0 = off; the same per occurrence
@@ -103,12 +104,14 @@ def get_config():
   config.learner.micro_batch_tokens = 1024  # computed at once on one device; memory grows with it
   config.learner.remat = 'none'  # none | layer | dots: what the backward pass recomputes
   config.learner.max_skipped_steps = 5  # non-finite steps in a row that stop the run
+  config.learner.router_aux_coef = 0.0  # experts: load balance; costs one more forward pass
+  config.learner.router_z_coef = 0.0  # experts: mean squared log-sum-exp of router logits
   config.learner.mesh = ConfigDict()  # devices along each axis; their product is the devices used
   config.learner.mesh.data = 1  # replicas
   config.learner.mesh.fsdp = 1  # parameters and rows sharded
   config.learner.mesh.tensor = 1  # heads, MLP and vocabulary sharded
   config.learner.mesh.context = 1  # must be 1
-  config.learner.mesh.expert = 1  # must be 1
+  config.learner.mesh.expert = 1  # experts of a mixture sharded
 
   config.fleet = ConfigDict()
   config.fleet.runtime = 'local'  # one process, generation in a thread

@@ -24,6 +24,7 @@ from rlax_stack.learner.row_plan import plan_rows
 from rlax_stack.learner.scoring import ForwardSettings
 from rlax_stack.models.load import LoadedModel, load_model
 from rlax_stack.objective_rules import resolve_objective
+from rlax_stack.objectives.router import RouterLoss
 from rlax_stack.pallas_kernels import dispatch
 from rlax_stack.pallas_kernels.decode_work import rows_per_read
 from rlax_stack.pallas_kernels.self_test import check_kernels
@@ -134,7 +135,7 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
   """The learner on its mesh. Takes `mesh` many devices, the first ones."""
   section = config.learner
   sizes = to_plain(section.mesh)
-  wanted = section.mesh.data * section.mesh.fsdp * section.mesh.tensor
+  wanted = math.prod(sizes.values())
   available = jax.devices()
   mesh = make_mesh(sizes, available[:wanted] if wanted <= len(available) else available)
   dtype = resolve_compute_dtype(config.model.compute_dtype)
@@ -166,6 +167,7 @@ def learner_settings(config: RunConfig, compute_dtype: Any) -> LearnerSettings:
     optimizer=_optimizer_settings(section, config.steps, critic.pretrain_updates if critic else 0),
     updates_per_batch=section.updates_per_batch,
     max_skipped_in_row=section.max_skipped_steps,
+    router=RouterLoss(aux_coef=section.router_aux_coef, z_coef=section.router_z_coef),
   )
 
 
@@ -245,6 +247,7 @@ def engine_sizes(config: RunConfig, *, serving: bool = False, dtype: Any = None)
     max_logit_bias=300 if serving else 16,
     max_top_log_probs=20 if serving else limits.top_log_probs,
     kept_tokens=0 if serving else rollout.kept_tokens,
+    record_experts=rollout.router_replay and not serving,
     compute_dtype=dtype or resolve_compute_dtype(config.model.compute_dtype),
     weights=rollout.weights,
     kv=rollout.kv,

@@ -76,6 +76,7 @@ class RolloutSection:
   top_p: float
   min_p: float
   kept_tokens: int
+  router_replay: bool
   repetition_penalty: float
   presence_penalty: float
   frequency_penalty: float
@@ -138,6 +139,8 @@ class LearnerSection:
   micro_batch_tokens: int
   remat: str
   max_skipped_steps: int
+  router_aux_coef: float
+  router_z_coef: float
   mesh: MeshSection
 
 

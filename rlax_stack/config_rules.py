@@ -75,6 +75,8 @@ _NOT_NEGATIVE = (
   'learner.row_length',
   'learner.warmup_steps',
   'learner.weight_decay',
+  'learner.router_aux_coef',
+  'learner.router_z_coef',
   'fleet.max_staleness',
   'checkpoint.every_steps',
   'eval.every_steps',
@@ -269,10 +271,9 @@ def _learner_rules(config: RunConfig) -> Iterator[str]:
       f'a trajectory may have config.rollout.max_prompt_tokens + {span} = {longest} tokens, but '
       f'config.learner.row_length={learner.row_length}. Set it to {longest} or more, or to 0.'
     )
-  for axis in ('context', 'expert'):
-    if getattr(learner.mesh, axis) != 1:
-      yield f'config.learner.mesh.{axis} must be 1: no code splits along it yet.'
-  for axis in ('data', 'fsdp', 'tensor'):
+  if learner.mesh.context != 1:
+    yield 'config.learner.mesh.context must be 1: no code splits along it yet.'
+  for axis in ('data', 'fsdp', 'tensor', 'expert'):
     if getattr(learner.mesh, axis) < 1:
       yield f'config.learner.mesh.{axis} must be 1 or more.'
   if learner.warmup_steps >= config.steps:

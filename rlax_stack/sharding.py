@@ -139,6 +139,7 @@ DEFAULT_RULES = LogicalRules(
     'embed': 'fsdp',
     'heads': 'tensor',
     'mlp': 'tensor',
+    'experts': 'expert',
     'norm': None,
     'value': None,
     # activations and batches
@@ -170,6 +171,10 @@ _PARAM_AXES = {
   ('gate_proj', 'kernel'): ('layers', 'mlp', 'embed'),
   ('up_proj', 'kernel'): ('layers', 'mlp', 'embed'),
   ('down_proj', 'kernel'): ('layers', 'embed', 'mlp'),
+  ('router', 'kernel'): ('layers', 'norm', 'embed'),
+  ('experts_gate', 'kernel'): ('layers', 'experts', 'mlp', 'embed'),
+  ('experts_up', 'kernel'): ('layers', 'experts', 'mlp', 'embed'),
+  ('experts_down', 'kernel'): ('layers', 'experts', 'embed', 'mlp'),
 }
 
 

@@ -129,6 +129,9 @@ class Trajectory:
   `kept_ids_t` [T, K] holds the kept set of each token: the ids that top-k, top-p and min-p left it to be
   drawn from, likeliest first, filled with -1. All -1: the whole vocabulary, as for tokens that were not
   sampled. A set of more than K ids is KEPT_OVERFLOW and then -1; such a token is not trained on.
+
+  `experts_t` [T, L, k] holds the experts of each layer that a token went through on its way to the next one, as they
+  were first chosen; -1 where nothing is known, as for the last token.
   """
 
   group_id: int
@@ -148,6 +151,7 @@ class Trajectory:
   context_starts: tuple[int, ...] = ()  # ascending, after the prompt; empty: one context
   branch: Branch | None = None  # None: drawn from the prompt on
   kept_ids_t: np.ndarray | None = None  # int32 [T, K], None where no sets were recorded
+  experts_t: np.ndarray | None = None  # int16 [T, L, k], None where no experts were recorded
 
   @property
   def trajectory_id(self) -> str:
@@ -230,6 +234,8 @@ class PackedBatch(NamedTuple):
   next trained token is predicted, or after its last token where it was cut off; -1 where it ended.
   `value_t` and `next_value_t` are a critic's values at the two places, at the start of the batch.
   `kept_ids_t` holds the kept set of each target (see Trajectory); its log-probs are within that set.
+  `place_weight` counts each token of the batch once where several rows hold it; read for mixtures of experts.
+  `experts` are those that the tokens of the rows went through in the rollout (see Trajectory).
   """
 
   tokens: Any  # int32 [R, T]
@@ -252,3 +258,5 @@ class PackedBatch(NamedTuple):
   value_t: Any = None  # float32 [R, N], None without a critic
   next_value_t: Any = None  # float32 [R, N], 0 where the trajectory ended; None without a critic
   kept_ids_t: Any = None  # int32 [R, N, K], all -1: the whole vocabulary; None without kept sets
+  place_weight: Any = None  # float32 [R, T], 0 at padding; None where nobody asked for it
+  experts: Any = None  # int16 [R, T, L, k], -1 where the router is free; None where all of it is

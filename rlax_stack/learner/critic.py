@@ -96,7 +96,8 @@ def row_values(
     # A tied model has no LM head of its own to be filled in.
     trunk = dataclasses.replace(config, tie_embeddings=True)
     params = {name: leaf for name, leaf in critic_params.items() if name != 'value_head'}
-    hidden = row_states(params, trunk, rows, forward, mesh)
+    # A model of its own has routers of its own.
+    hidden = row_states(params, trunk, rows._replace(experts=None), forward, mesh)
   head = critic_params['value_head']
   # A product and a sum, not a matmul: those round their operands on some devices.
   weighted = hidden.astype(jnp.float32) * head['kernel'].astype(jnp.float32)[None]

@@ -16,7 +16,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlax_stack.errors import NonFiniteError
+from rlax_stack.errors import ConfigError, DataError, NonFiniteError
 from rlax_stack.learner import critic as critics
 from rlax_stack.learner import packing
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
@@ -33,6 +33,7 @@ from rlax_stack.models.config import ModelConfig
 from rlax_stack.objectives import reward_batch
 from rlax_stack.objectives.host import advantages_of
 from rlax_stack.objectives.objective import Objective
+from rlax_stack.objectives.router import NO_ROUTER_LOSS, RouterLoss
 from rlax_stack.types import Group, PackedBatch
 
 _ANCHORED = {'anchor', 'host_scores'}  # tags of boxes that need the starting weights
@@ -44,7 +45,7 @@ class LearnerSettings:
 
   updates_per_batch: optimizer updates on each batch (the μ of GRPO); above 1 the proximal log-probs
   are scored first, and averaged weights score them before every update. max_skipped_in_row: so many
-  non-finite updates in a row stop the run.
+  non-finite updates in a row stop the run. router: losses of a mixture of experts.
   """
 
   rows: RowPlan
@@ -53,6 +54,7 @@ class LearnerSettings:
   optimizer: OptimizerSettings
   updates_per_batch: int = 1
   max_skipped_in_row: int = 5
+  router: RouterLoss = NO_ROUTER_LOSS
 
   @property
   def scores_proximal(self) -> bool:
@@ -84,6 +86,7 @@ class Learner:
   """
 
   def __init__(self, config: ModelConfig, params: Any, settings: LearnerSettings, mesh: Mesh):
+    check_mixture(config, settings.router, mesh)
     self._config, self._settings, self._mesh = config, settings, mesh
     self._optimizer = make_optimizer(settings.optimizer)
     self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -109,6 +112,7 @@ class Learner:
       objective=self._objective,
       optimizer=settings.optimizer,
       score_proximal=self._score_proximal,
+      router=settings.router,
     )
     self._score = make_score(config, mesh, settings.forward)
     self._proximal = make_proximal_score(config, mesh, settings.forward, self._objective)
@@ -203,7 +207,8 @@ class Learner:
     stats = packing.packing_stats(packed)
     batch, num_micro = self._place(packed)
     if self._anchor is not None and 'anchor' in self._objective.tags:
-      scores = self._score(self._anchor, batch, num_micro)
+      # The anchor is another policy, whose routers are its own.
+      scores = self._score(self._anchor, batch._replace(experts=None), num_micro)
       batch = batch._replace(anchor_log_probs_t=scores)
     if self._critic is not None:
       critic_params = self._state.critic['params']
@@ -245,6 +250,8 @@ class Learner:
   ) -> tuple[tuple[np.ndarray, ...], ...]:
     packed = self._pack(groups, [np.zeros(len(g.trajectories), np.float32) for g in groups])
     batch, num_micro = self._place(packed)
+    if params is self._anchor:
+      batch = batch._replace(experts=None)
     scores = np.asarray(jax.device_get(self._score(params, batch, num_micro)))
     scores = scores.reshape(-1, scores.shape[-1])[: packed.tokens.shape[0]]
     index, result = 0, []
@@ -281,14 +288,22 @@ class Learner:
 
   def _pack(self, groups, advantages, rewards=None) -> PackedBatch:
     plan = self._settings.rows
-    return packing.pack_groups(
+    packed = packing.pack_groups(
       groups,
       advantages,
       row_shapes=[plan.shape],
       rows_multiple=plan.micro_batch_rows,
       rewards=rewards,
       bootstrap=self._critic is not None and self._critic.bootstrap,
+      weigh_places=self._config.num_experts > 0,
     )
+    wanted = (self._config.num_layers, self._config.experts_per_token)
+    if packed.experts is not None and packed.experts.shape[2:] != wanted:
+      raise DataError(
+        f'experts of {packed.experts.shape[2:]} layers and choices were recorded, this model has {wanted}. Take '
+        'trajectories of the same model.'
+      )
+    return packed
 
   def _place(self, packed: PackedBatch) -> tuple[PackedBatch, jax.Array]:
     """Rows as [M, rows, ...] on the mesh, M always the same, and how many of the M are in use."""
@@ -305,6 +320,27 @@ class Learner:
     cut = jax.tree.map(lambda x: x.reshape(self._capacity, rows, *x.shape[1:]), padded)
     batch = jax.device_put(cut, rows_sharding(self._mesh))
     return batch, jax.device_put(np.int32(num_micro), self._replicated)
+
+
+def check_mixture(config: ModelConfig, router: RouterLoss, mesh: Mesh) -> None:
+  """Raises ConfigError for a dense model with what belongs to experts, or experts that do not divide over the mesh."""
+  parts = mesh.shape['expert']
+  if not config.num_experts:
+    for name in ('aux_coef', 'z_coef'):
+      if getattr(router, name):
+        raise ConfigError(
+          f'config.learner.router_{name}={getattr(router, name)} is for mixtures of experts, and this model is dense. '
+          'Set it to 0.'
+        )
+    if parts > 1:
+      raise ConfigError(
+        f'config.learner.mesh.expert={parts} splits experts, and this model is dense. Set it to 1.'
+      )
+  elif config.num_experts % parts:
+    raise ConfigError(
+      f'config.learner.mesh.expert={parts} does not divide the {config.num_experts} experts of this model. Choose a '
+      'divisor.'
+    )
 
 
 def _trained(

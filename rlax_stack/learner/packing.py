@@ -12,7 +12,6 @@ is to value what would have followed a cut-off trajectory do they get their plac
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,15 +19,13 @@ import jax
 import numpy as np
 
 from rlax_stack.errors import ConfigError, DataError
+from rlax_stack.learner.branches import Branch, make_branch
+from rlax_stack.learner.place_weights import PlacedTrie, place_weights
 from rlax_stack.learner.tries import TrieLayout, lay_out
-from rlax_stack.objectives.reward_batch import turns
-from rlax_stack.types import FinishReason, Group, PackedBatch, Trajectory
+from rlax_stack.types import Group, PackedBatch
 
 # For each group one entry per trajectory: a number, or an array with a value per trained token.
 Advantages = Sequence[Sequence[Any] | np.ndarray]
-
-_PROMPT_END, _NOWHERE = -1, -2  # places of a branch beside those of its own tokens
-_CUT_OFF = (FinishReason.LENGTH, FinishReason.ABORT)
 
 
 class RowShape(NamedTuple):
@@ -39,39 +36,21 @@ class RowShape(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Branch:
-  """What one trajectory adds below its prompt; `source` and `next` are relative to the branch.
-
-  _PROMPT_END stands for the prompt's last token, _NOWHERE for no place. Each of its contexts is a
-  child of the prompt.
-  """
-
-  trajectory: int
-  tokens: np.ndarray  # int32 [C]
-  contexts: tuple[slice, ...]  # of the tokens
-  source: np.ndarray  # int32 [n]
-  next: np.ndarray  # int32 [n], where the state after the target is
-  target: np.ndarray  # int32 [n]
-  behaviour: np.ndarray  # float32 [n]
-  version: np.ndarray  # int32 [n]
-  turn: np.ndarray  # int32 [n]
-  advantage: np.ndarray  # float32 [n]
-  reward: float
-  kept: np.ndarray | None  # int32 [n, K]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Trie:
   """A prompt and some of its group's branches: what is placed as one piece."""
 
   group: int
   prompt: np.ndarray  # int32 [P]
-  branches: tuple[_Branch, ...]
+  branches: tuple[Branch, ...]
 
   @functools.cached_property
   def layout(self) -> TrieLayout:
     """What is below the prompt: the contexts of the first branch, of the second, and so on."""
-    return lay_out([branch.tokens[part] for branch in self.branches for part in branch.contexts])
+    return lay_out(self.contexts)
+
+  @property
+  def contexts(self) -> list[np.ndarray]:
+    return [branch.tokens[part] for branch in self.branches for part in branch.contexts]
 
   @property
   def shape(self) -> RowShape:
@@ -87,6 +66,7 @@ def pack_groups(
   rows_multiple: int = 1,
   rewards: Sequence[np.ndarray] | None = None,
   bootstrap: bool = False,
+  weigh_places: bool = False,
 ) -> PackedBatch:
   """Packs whole groups, several to a row where they fit (first fit, largest first).
 
@@ -104,6 +84,7 @@ def pack_groups(
     rewards: for each group float [G], for `reward_t`; 0 when None.
     bootstrap: True gives the tokens of cut-off trajectories their places to the very last, and
       points `next_index_t` of the last triple there.
+    weigh_places: whether `place_weight` is made.
 
   Returns:
     PackedBatch of numpy arrays; log-probs that are not known yet are 0.
@@ -114,7 +95,7 @@ def pack_groups(
     ConfigError: a trajectory that fits in no row shape.
   """
   tries = _make_tries(groups, advantages, rewards, separate=False, bootstrap=bootstrap)
-  return _pack(groups, tries, row_shapes, rows_multiple, separate=False)
+  return _pack(groups, tries, row_shapes, rows_multiple, separate=False, weigh_places=weigh_places)
 
 
 def pack_separate(
@@ -125,10 +106,11 @@ def pack_separate(
   rows_multiple: int = 1,
   rewards: Sequence[np.ndarray] | None = None,
   bootstrap: bool = False,
+  weigh_places: bool = False,
 ) -> PackedBatch:
   """`pack_groups` with one trajectory a row: nothing shared, the layout to compare with."""
   tries = _make_tries(groups, advantages, rewards, separate=True, bootstrap=bootstrap)
-  return _pack(groups, tries, row_shapes, rows_multiple, separate=True)
+  return _pack(groups, tries, row_shapes, rows_multiple, separate=True, weigh_places=weigh_places)
 
 
 def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:
@@ -138,7 +120,10 @@ def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:
     raise ValueError(f'the batch has {rows} rows, more than {num_rows=}.')
   shape = RowShape(length, batch.target_t.shape[1])
   kept_tokens = 0 if batch.kept_ids_t is None else batch.kept_ids_t.shape[2]
-  empty = empty_batch(num_rows - rows, shape, kept_tokens)
+  routed = None if batch.experts is None else batch.experts.shape[2:]
+  empty = empty_batch(num_rows - rows, shape, kept_tokens, routed)
+  if batch.place_weight is not None:
+    empty = empty._replace(place_weight=np.zeros(empty.tokens.shape, np.float32))
   # Fields that are None and mappings that are empty hold no array.
   return jax.tree.map(lambda a, b: np.concatenate([a, b], axis=0), batch, empty)
 
@@ -157,7 +142,7 @@ def packing_stats(batch: PackedBatch) -> dict[str, int]:
   }
 
 
-def _pack(groups, tries, row_shapes, rows_multiple, *, separate) -> PackedBatch:
+def _pack(groups, tries, row_shapes, rows_multiple, *, separate, weigh_places) -> PackedBatch:
   if not tries:
     overflow = any(t.kept_overflow_t.any() for group in groups for t in group.trajectories)
     cure = ' Kept sets had no room: raise config.rollout.kept_tokens.' if overflow else ''
@@ -172,12 +157,19 @@ def _pack(groups, tries, row_shapes, rows_multiple, *, separate) -> PackedBatch:
       f'{num_trajectories} trajectories train fewer tokens than there are trajectories.'
     )
   kept = (branch.kept for trie in tries for branch in trie.branches if branch.kept is not None)
-  batch = empty_batch(num_rows, shape, max((ids.shape[1] for ids in kept), default=0))
+  routed = {b.experts.shape[1:] for trie in tries for b in trie.branches if b.experts is not None}
+  if len(routed) > 1:
+    raise DataError(f'trajectories were routed by models of different shapes, {sorted(routed)}.')
+  widest = max((ids.shape[1] for ids in kept), default=0)
+  batch = empty_batch(num_rows, shape, widest, next(iter(routed), None))
+  placed = []
   for row, tries_of_row in enumerate(rows):
     start, triple = 0, 0
     for trie in tries_of_row:
+      placed.append(PlacedTrie(trie.group, row, start, trie.prompt, trie.contexts, trie.layout))
       start, triple = _write(batch, row, start, triple, trie)
-  return batch
+  weights = place_weights(batch.tokens.shape, placed) if weigh_places else None
+  return batch._replace(place_weight=weights)
 
 
 def _make_tries(groups, advantages, rewards, *, separate, bootstrap) -> list[_Trie]:
@@ -193,7 +185,7 @@ def _make_tries(groups, advantages, rewards, *, separate, bootstrap) -> list[_Tr
       )
     prompt = np.asarray(group.prompt_tokens, np.int32)
     made = (
-      _make_branch(group, trajectory, first + i, advantage[i], float(reward[i]), bootstrap)
+      make_branch(group, trajectory, first + i, advantage[i], float(reward[i]), bootstrap)
       for i, trajectory in enumerate(group.trajectories)
     )
     branches = tuple(branch for branch in made if branch is not None)
@@ -201,80 +193,6 @@ def _make_tries(groups, advantages, rewards, *, separate, bootstrap) -> list[_Tr
     parts = [(branch,) for branch in branches] if separate else [branches] if branches else []
     tries += [_Trie(group=index, prompt=prompt, branches=part) for part in parts]
   return tries
-
-
-def _make_branch(
-  group: Group,
-  trajectory: Trajectory,
-  index: int,
-  advantage: Any,
-  reward: float,
-  bootstrap: bool,
-) -> _Branch | None:
-  prompt_length = len(group.prompt_tokens)
-  tokens = np.asarray(trajectory.tokens, np.int32)
-  if not prompt_length or not np.array_equal(tokens[:prompt_length], group.prompt_tokens):
-    raise DataError(
-      f'trajectory {trajectory.trajectory_id} does not start with the {prompt_length} tokens '
-      'of its prompt.'
-    )
-  trained = np.flatnonzero(trajectory.mask_t)
-  if not trained.size:
-    return None
-  if trained[0] < prompt_length:
-    raise DataError(
-      f'trajectory {trajectory.trajectory_id} trains on token {trained[0]} of its prompt; '
-      'prompts are shared by their group. Clear mask_t there.'
-    )
-  if trajectory.kept_overflow_t[trained].any():
-    raise DataError(
-      f'trajectory {trajectory.trajectory_id} trains on tokens whose kept sets had no room. Clear mask_t there.'
-    )
-  starts = _context_starts(trajectory, prompt_length)
-  # The first token of a context is predicted where the prompt ends.
-  source = np.where(
-    np.isin(trained - prompt_length, starts), _PROMPT_END, trained - 1 - prompt_length
-  )
-  source = source.astype(np.int32)
-  goes_on = bootstrap and trajectory.finish_reason in _CUT_OFF
-  after = len(tokens) - 1 - prompt_length if goes_on else _NOWHERE
-  placed = tokens[prompt_length:] if goes_on else tokens[prompt_length : trained[-1]]
-  edges = np.minimum([*starts, len(placed)], len(placed)).tolist()
-  return _Branch(
-    trajectory=index,
-    tokens=placed,
-    contexts=tuple(slice(start, end) for start, end in itertools.pairwise(edges)),
-    source=source,
-    next=np.append(source[1:], after).astype(np.int32),
-    target=tokens[trained],
-    behaviour=np.asarray(trajectory.behaviour_log_probs_t, np.float32)[trained],
-    version=np.asarray(trajectory.version_t, np.int32)[trained],
-    turn=turns(trajectory),
-    advantage=_per_token(advantage, trained.size, trajectory),
-    reward=reward,
-    kept=None if trajectory.kept_ids_t is None else trajectory.kept_ids_t[trained],
-  )
-
-
-def _context_starts(trajectory: Trajectory, prompt_length: int) -> list[int]:
-  """Where its contexts start, after the prompt, the first one at 0."""
-  starts = [0, *(start - prompt_length for start in trajectory.context_starts)]
-  if sorted(set(starts)) != starts or starts[-1] > len(trajectory.tokens) - prompt_length:
-    raise DataError(
-      f'trajectory {trajectory.trajectory_id} has contexts that start at {trajectory.context_starts}; '
-      f'they must ascend between its prompt of {prompt_length} and its end at {len(trajectory.tokens)}.'
-    )
-  return starts
-
-
-def _per_token(advantage: Any, count: int, trajectory: Trajectory) -> np.ndarray:
-  values = np.asarray(advantage, np.float32)
-  if values.shape not in ((), (count,)):
-    raise DataError(
-      f'trajectory {trajectory.trajectory_id} trains {count} tokens, but its advantages have shape '
-      f'{values.shape}. Give one number, or one per trained token.'
-    )
-  return np.broadcast_to(values, (count,))
 
 
 def _fits(need: RowShape, shape: RowShape) -> bool:
@@ -324,8 +242,16 @@ def _first_fit_decreasing(pieces: Sequence[_Trie], shape: RowShape) -> list[list
   return rows
 
 
-def empty_batch(num_rows: int, shape: RowShape, kept_tokens: int = 0) -> PackedBatch:
-  """Rows of padding; with `kept_tokens` there is room for kept sets of so many ids."""
+def empty_batch(
+  num_rows: int,
+  shape: RowShape,
+  kept_tokens: int = 0,
+  routed: tuple[int, int] | None = None,
+) -> PackedBatch:
+  """Rows of padding.
+
+  With `kept_tokens` there is room for kept sets of so many ids, with `routed`, (L, k), for experts.
+  """
   tokens, triples = (num_rows, shape.length), (num_rows, shape.triples)
 
   def zeros(dtype):
@@ -350,6 +276,7 @@ def empty_batch(num_rows: int, shape: RowShape, kept_tokens: int = 0) -> PackedB
     version_t=np.full(triples, -1, np.int32),
     next_index_t=np.full(triples, -1, np.int32),
     kept_ids_t=np.full((*triples, kept_tokens), -1, np.int32) if kept_tokens else None,
+    experts=None if routed is None else np.full((*tokens, *routed), -1, np.int16),
   )
 
 
@@ -368,7 +295,7 @@ def _write(batch: PackedBatch, row: int, start: int, triple: int, trie: _Trie) -
   contexts = iter(layout.places)
   for branch in trie.branches:
     places = np.concatenate([next(contexts) for _ in branch.contexts])
-    # The last two entries are those of _NOWHERE and _PROMPT_END.
+    # The last two entries are those of NOWHERE and PROMPT_END.
     in_row = np.concatenate([below + places, [-1, below - 1]])
     there = slice(triple, triple + len(branch.target))
     batch.source_index_t[row, there] = in_row[branch.source]
@@ -384,5 +311,10 @@ def _write(batch: PackedBatch, row: int, start: int, triple: int, trie: _Trie) -
     batch.version_t[row, there] = branch.version
     if branch.kept is not None:
       batch.kept_ids_t[row, there, : branch.kept.shape[1]] = branch.kept
+    if branch.experts is not None:
+      at = np.concatenate([np.arange(start, below), below + places])
+      # Samples that share a place went the same way but for near ties: the first one's is taken.
+      free = batch.experts[row, at, 0, 0] < 0
+      batch.experts[row, at[free]] = branch.experts[free]
     triple += len(branch.target)
   return end, triple

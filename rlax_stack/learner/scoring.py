@@ -17,7 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rlax_stack.learner.kept_sets import with_kept_log_probs
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.experts import Routing
 from rlax_stack.objectives.objective import Objective
+from rlax_stack.objectives.router import RouterSums, router_sums
 from rlax_stack.objectives.vocabulary import TokenTerms, proximal_terms
 from rlax_stack.pallas_kernels.fused_log_prob import fused_log_prob
 from rlax_stack.pallas_kernels.tree_attention import AttentionShape, prepare_tree_attention
@@ -82,7 +84,79 @@ def row_states(
   mesh: Mesh | None = None,
 ) -> jax.Array:
   """Final hidden states of packed rows, [R, T, D]; arguments as `target_log_probs`."""
-  attend = prepare_tree_attention(
+  return decoder.hidden_states(
+    params,
+    config,
+    rows.tokens,
+    rows.positions,
+    _attend(config, rows, settings, mesh),
+    compute_dtype=settings.compute_dtype,
+    remat=settings.remat,
+    mesh=mesh,
+    replay=_replay(rows),
+  )
+
+
+def row_states_and_router(
+  params: Any,
+  config: ModelConfig,
+  rows: PackedBatch,
+  settings: ForwardSettings,
+  mesh: Mesh | None = None,
+) -> tuple[jax.Array, RouterSums]:
+  """`row_states` of a mixture of experts, and the sums of its routers by `rows.place_weight`.
+
+  Raises:
+    ValueError: rows without `place_weight`.
+  """
+  if rows.place_weight is None:
+    raise ValueError('the rows of a mixture need place_weight. Pack them with weigh_places=True.')
+  attend = _attend(config, rows, settings, mesh)
+
+  def sums_of(routing: Routing) -> RouterSums:
+    replayed = rows.experts is not None
+    return router_sums(routing.logits, routing.experts, rows.place_weight, replayed=replayed)
+
+  hidden, (_, sums) = decoder.hidden_states_and_aux(
+    params,
+    config,
+    rows.tokens,
+    rows.positions,
+    lambda q, k, v, **named: (attend(q, k, v, **named), None),
+    compute_dtype=settings.compute_dtype,
+    remat=settings.remat,
+    mesh=mesh,
+    replay=_replay(rows),
+    observe=sums_of,
+  )
+  return hidden, sums
+
+
+def batch_load(
+  params: Any,
+  config: ModelConfig,
+  batch: PackedBatch,
+  num_micro: jax.Array,
+  settings: ForwardSettings,
+  mesh: Mesh | None = None,
+) -> jax.Array:
+  """Tokens that each expert of each layer gets of a whole batch [M, rows, ...], float32 [L, E]."""
+
+  def body(index, total):
+    rows = micro_batch(batch, index)
+    return total + row_states_and_router(params, config, rows, settings, mesh)[1].load
+
+  zeros = jnp.zeros((config.num_layers, config.num_experts), jnp.float32)
+  return jax.lax.fori_loop(0, num_micro, body, zeros)
+
+
+def _replay(rows: PackedBatch) -> jax.Array | None:
+  """The experts of the rollout as the decoder takes them, [L, R, T, k]."""
+  return None if rows.experts is None else jnp.moveaxis(rows.experts, 2, 0)
+
+
+def _attend(config, rows, settings, mesh):
+  return prepare_tree_attention(
     rows.positions,
     rows.subtree_end,
     shape=AttentionShape(
@@ -94,15 +168,6 @@ def row_states(
     soft_cap=config.attention_soft_cap,
     implementation=settings.kernels,
     mesh=mesh,
-  )
-  return decoder.hidden_states(
-    params,
-    config,
-    rows.tokens,
-    rows.positions,
-    attend,
-    compute_dtype=settings.compute_dtype,
-    remat=settings.remat,
   )
 
 

@@ -21,9 +21,11 @@ from rlax_stack.learner.gradient_norms import squared_gradient_norms
 from rlax_stack.learner.optimizer import OptimizerSettings, learning_rate_schedule, make_optimizer
 from rlax_stack.learner.scoring import (
   ForwardSettings,
+  batch_load,
   head_log_probs,
   micro_batch,
   row_states,
+  row_states_and_router,
   rows_sharding,
   score_batch,
 )
@@ -42,6 +44,13 @@ from rlax_stack.objectives.inputs import LossInputs, LossParts, added
 from rlax_stack.objectives.loss import Prepared, loss_inputs, policy_loss, prepare
 from rlax_stack.objectives.metrics import finished
 from rlax_stack.objectives.objective import Objective
+from rlax_stack.objectives.router import (
+  NO_ROUTER_LOSS,
+  RouterLoss,
+  RouterSums,
+  router_loss,
+  router_metrics,
+)
 from rlax_stack.objectives.vocabulary import current_terms
 from rlax_stack.types import PackedBatch
 
@@ -53,6 +62,14 @@ class _Total(NamedTuple):
 
   gradient: Any  # float32, the tree differentiated by
   parts: LossParts
+  router: RouterSums | None = None  # of a mixture of experts
+
+
+class _Routed(NamedTuple):
+  """What the router's losses divide and multiply by, of the whole batch."""
+
+  tokens: jax.Array  # float32
+  load: jax.Array | None  # float32 [L, E], where tokens are to be spread evenly
 
 
 @functools.lru_cache(maxsize=8)
@@ -64,6 +81,7 @@ def make_train_step(
   objective: Objective,
   optimizer: OptimizerSettings,
   score_proximal: bool = False,
+  router: RouterLoss = NO_ROUTER_LOSS,
 ) -> TrainStep:
   """The train step, compiled at its first call and shared by equal arguments.
 
@@ -77,12 +95,13 @@ def make_train_step(
     optimizer: see OptimizerSettings.
     score_proximal: True reads `proximal_log_probs_t` from the batch; False takes the current policy
       itself as the proximal one (one update per batch: the ratio is exactly 1).
+    router: losses of a mixture of experts, whose batches need `place_weight`.
 
   Returns: function (state, batch of [M, rows, ...] arrays, num_micro int32 scalar) -> (state,
     metrics). The state given is donated. Micro-batches from num_micro on are not computed; they
     must be masked. `metrics` are float32 scalars on the device.
   """
-  step = _Step(config, mesh, forward, objective, optimizer, score_proximal)
+  step = _Step(config, mesh, forward, objective, optimizer, score_proximal, router)
   params = decoder.abstract_params(config)
   makers = objective.init_state, critics.make_state(objective.critic_settings, optimizer)
   average = objective.average_decay is not None
@@ -107,20 +126,23 @@ class _Step:
   objective: Objective
   optimizer: OptimizerSettings
   score_proximal: bool
+  router: RouterLoss
 
   def step(
     self, state: LearnerState, batch: PackedBatch, num_micro: jax.Array
   ) -> tuple[LearnerState, dict[str, Any]]:
     """One update of the policy, and those of its critic."""
     prepared = self._prepared(state, batch, num_micro)
+    routed = self._routed(state, batch, num_micro) if self.config.num_experts else None
 
     def part(trained, index):
-      out = self._part(trained, state, micro_batch(batch, index), _cut(prepared, index))
-      return out.loss, out
+      rows = micro_batch(batch, index)
+      out, sums = self._part(trained, state, rows, _cut(prepared, index), routed)
+      return out.loss, (out, sums)
 
     def value_part(critic_params, index):
       out = self._value_part(critic_params, None, micro_batch(batch, index), _cut(prepared, index))
-      return out.loss, out
+      return out.loss, (out, None)
 
     total = _accumulate(part, (state.params, state.critic.get('params', {})), num_micro)
     settings, found = self.objective.critic_settings, {}
@@ -131,6 +153,8 @@ class _Step:
       critic, norm = _critic_updates(settings, self.optimizer, state.critic, first, further)
       values, targets = prepared.tokens['value_t'], prepared.tokens['target_t']
       found = value_metrics(values, targets, batch.mask_t) | {'critic_grad_norm': norm}
+    if routed is not None and total.router is not None:
+      found |= router_metrics(total.router, routed.tokens)
     state, metrics = self._apply(state, critic, jnp.isfinite(norm), total, prepared)
     return state, metrics | found
 
@@ -149,20 +173,40 @@ class _Step:
       norms = squared_gradient_norms(state.params, *model)
     return prepare(objective, self._loss_inputs(state, batch, scored), state.objective, norms)
 
+  def _routed(self, state: LearnerState, batch: PackedBatch, num_micro: jax.Array) -> _Routed:
+    """The tokens of the batch and, where they are to be spread evenly, who gets them now."""
+    load = None
+    if self.router.aux_coef:
+      held = jax.lax.stop_gradient(state.params)
+      load = batch_load(held, self.config, batch, num_micro, self.forward, self.mesh)
+    return _Routed(jnp.sum(batch.place_weight), load)
+
   def _part(
-    self, trained: Any, state: LearnerState, rows: PackedBatch, prepared: Prepared
-  ) -> LossParts:
+    self,
+    trained: Any,
+    state: LearnerState,
+    rows: PackedBatch,
+    prepared: Prepared,
+    routed: _Routed | None,
+  ) -> tuple[LossParts, RouterSums | None]:
     """The loss of one micro-batch by the parameters of policy and critic."""
     params, critic_params = trained
-    hidden = row_states(params, self.config, rows, self.forward, self.mesh)
+    model, sums = (params, self.config, rows, self.forward, self.mesh), None
+    if routed is None:
+      hidden = row_states(*model)
+    else:
+      hidden, sums = row_states_and_router(*model)
     terms = current_terms(self.objective, score_proximal=self.score_proximal)
     scored = head_log_probs(params, self.config, hidden, rows, self.forward, self.mesh, terms)
     inputs = self._loss_inputs(state, rows, scored)
     out = policy_loss(self.objective, inputs, prepared, state.objective)
+    if routed is not None and sums is not None:
+      more = router_loss(self.router, sums, routed.load, routed.tokens)
+      out = out._replace(loss=out.loss + more)
     if self.objective.critic is None:
-      return out
+      return out, sums
     values = self._value_part(critic_params, hidden, rows, prepared)
-    return out._replace(loss=out.loss + values.loss, means=out.means | values.means)
+    return out._replace(loss=out.loss + values.loss, means=out.means | values.means), sums
 
   def _value_part(
     self, critic_params: Any, hidden: Any, rows: PackedBatch, prepared: Prepared
@@ -243,11 +287,12 @@ def _accumulate(part: Callable, params: Any, num_micro: jax.Array) -> _Total:
   """Adds up loss, gradient and metrics of `part(params, index)` over the micro-batches in use."""
 
   def body(index, total):
-    (_, out), gradient = jax.value_and_grad(part, has_aux=True)(params, index)
-    return _Total(jax.tree.map(jnp.add, total.gradient, gradient), added(total.parts, out))
+    (_, (out, sums)), gradient = jax.value_and_grad(part, has_aux=True)(params, index)
+    gradient, sums = jax.tree.map(jnp.add, (total.gradient, total.router), (gradient, sums))
+    return _Total(gradient, added(total.parts, out), sums)
 
-  _, out = jax.eval_shape(lambda: part(params, jnp.int32(0)))
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), _Total(params, out))
+  _, (out, sums) = jax.eval_shape(lambda: part(params, jnp.int32(0)))
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), _Total(params, out, sums))
   return jax.lax.fori_loop(0, num_micro, body, zeros)
 
 

@@ -37,8 +37,8 @@ def check_shapes(
   """
   known = set()
   for leaf in leaves(config):
-    for layer in range(config.num_layers if leaf.stacked else 1):
-      name = name_of(leaf).format(layer)
+    for place in leaf.places(config):
+      name = name_of(leaf).format(*place)
       known.add(name)
       if name not in shapes:
         raise ModelFileError(_missing(source, name, leaf, config))
@@ -53,19 +53,22 @@ def check_shapes(
         f'{source}: {name} of shape {tuple(shapes[name])} has no place in the config '
         f'({config.num_layers} layers, tie_embeddings={config.tie_embeddings}, '
         f'attention_bias={config.attention_bias}, qk_norm={config.qk_norm}, '
-        f'post_norms={config.post_norms}). '
+        f'post_norms={config.post_norms}, num_experts={config.num_experts}). '
         'Weights and config belong to different models, or the architecture is not supported.'
       )
 
 
 def assemble(
-  config: ModelConfig, read: Callable[[Leaf, int], np.ndarray], *, dtype: Any = jnp.float32
+  config: ModelConfig,
+  read: Callable[[Leaf, tuple[int, ...]], np.ndarray],
+  *,
+  dtype: Any = jnp.float32,
 ) -> dict[str, Any]:
   """The parameter tree, each leaf cast to `dtype`.
 
   Args:
     config: its shapes were checked against the file.
-    read: the tensor of a leaf and a layer (0 where the leaf is not stacked), of the leaf's shape.
+    read: the tensor of a leaf at one of its `places`, of the leaf's shape.
     dtype: of the leaves.
 
   Returns: nested dict of jax arrays (see `layout.leaves` for paths and shapes).
@@ -73,11 +76,8 @@ def assemble(
   params: dict[str, Any] = {}
   for leaf in leaves(config):
     value = np.empty(leaf.full_shape(config), dtype)
-    if leaf.stacked:
-      for layer in range(config.num_layers):
-        value[layer] = read(leaf, layer)
-    else:
-      value[...] = read(leaf, 0)
+    for place in leaf.places(config):
+      value[place] = read(leaf, place)
     set_leaf(params, leaf.path, jax.block_until_ready(jax.device_put(value)))
   return params
 

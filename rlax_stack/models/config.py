@@ -1,8 +1,8 @@
 """The shape of a decoder, as frozen data: one `ModelConfig` covers every family of the project.
 
-Llama 3.x, SmolLM2, Mistral, Qwen2/2.5, Qwen3 dense, Phi-3 and 4, Gemma 2 and Gemma 3 differ only in
-the fields below. Not for the files that shapes are read from (`hf_config.py`, `gguf_config.py`).
-Invariant: a `ModelConfig` that exists is consistent.
+Llama 3.x, SmolLM2, Mistral, Qwen2/2.5, Qwen3, Phi-3 and 4, Gemma 2 and Gemma 3, Mixtral and Qwen3-MoE
+differ only in the fields below. Not for the files that shapes are read from (`hf_config.py`,
+`gguf_config.py`). Invariant: a `ModelConfig` that exists is consistent.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from rlax_stack.errors import ConfigError
 
 _SIZE_LIMIT = 2**31 - 1  # sizes are int32 on the device
 LAYER_LIMIT = 1024  # far above every real model; a hostile file asks for more
+_EXPERT_LIMIT = 4096
 _FLOAT_LIMIT = 1e30
 _ROPE_KINDS = ('linear', 'llama3', 'factors')
 _FLAGS = (
@@ -21,6 +22,7 @@ _FLAGS = (
   'post_norms',
   'unit_offset_norms',
   'scale_embeddings',
+  'norm_topk_prob',
 )
 _ACTIVATIONS = ('silu', 'gelu_tanh')
 
@@ -95,6 +97,10 @@ class ModelConfig:
   outputs of attention and MLP are normed before they are added; unit_offset_norms, norms multiply
   by 1 + scale, in float32; scale_embeddings, embeddings are multiplied by sqrt(hidden_size).
 
+  num_experts: 0 is dense; else the MLP of every layer is a mixture of so many experts of width
+  moe_intermediate_size, of which each token takes experts_per_token (intermediate_size is then kept
+  for the model's files alone). norm_topk_prob: the weights of those are divided by their sum.
+
   Raises:
     ConfigError: a field, or two together, that no decoder can have.
   """
@@ -124,6 +130,10 @@ class ModelConfig:
   post_norms: bool = False
   unit_offset_norms: bool = False
   scale_embeddings: bool = False
+  num_experts: int = 0
+  experts_per_token: int = 0
+  moe_intermediate_size: int = 0
+  norm_topk_prob: bool = True
 
   @property
   def rotary_dim(self) -> int:
@@ -158,6 +168,7 @@ class ModelConfig:
       )
     self._check_together()
     self._check_global_layers()
+    self._check_experts()
 
   def _check_together(self) -> None:
     if self.num_heads % self.num_kv_heads:
@@ -199,4 +210,26 @@ class ModelConfig:
       raise ConfigError(
         'ModelConfig.local_rope_theta is of the layers that are not in global_layers, which is '
         'empty. Set rope_theta instead.'
+      )
+
+  def _check_experts(self) -> None:
+    names = ('experts_per_token', 'moe_intermediate_size')
+    if self.num_experts == 0 and not isinstance(self.num_experts, bool):
+      for name in names:
+        if getattr(self, name) != 0:
+          raise ConfigError(
+            f'ModelConfig.{name} belongs to a mixture of experts, got {getattr(self, name)!r} with num_experts=0.'
+          )
+      return
+    _positive_int('ModelConfig', 'num_experts', self.num_experts, _EXPERT_LIMIT)
+    for name in names:
+      _positive_int('ModelConfig', name, getattr(self, name))
+    if self.activation != 'silu':
+      raise ConfigError(
+        f"ModelConfig.activation must be 'silu' in a mixture of experts, got {self.activation!r}."
+      )
+    if self.experts_per_token > self.num_experts:
+      raise ConfigError(
+        'ModelConfig.experts_per_token must be at most num_experts, got '
+        f'{self.experts_per_token=} and {self.num_experts=}.'
       )

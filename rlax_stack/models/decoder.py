@@ -1,4 +1,4 @@
-"""One decoder family in flax NNX: Llama 3, SmolLM2, Mistral, Qwen2, Qwen3, Phi and Gemma by configuration.
+"""One decoder family in flax NNX: Llama, Mistral, Qwen, Phi, Gemma and mixtures of experts, by configuration.
 
 Layers are stacked on axis 0 and scanned. Attention is not computed here: the caller passes
 `attend`, so that packed training rows, prefill and decode share every other line of the model.
@@ -11,6 +11,10 @@ Hugging Face stores them:
     layers/{q,k,v,o,gate,up,down}_proj/kernel [L, out, in]
     layers/{q,k,v}_proj/bias [L, out] (Qwen2)    layers/{q,k}_norm/scale [L, Dh] (Qwen3, Gemma 3)
     layers/post_{attn,mlp}_norm/scale [L, D] (Gemma)
+
+A mixture has, instead of gate, up and down:
+
+    layers/router/kernel [L, E, D]    layers/experts_{gate,up,down}/kernel [L, E, out, in]
 """
 
 import functools
@@ -21,14 +25,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from rlax_stack.errors import ConfigError
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.experts import ExpertKernels, ExpertLinear, Routing, apply_mixture
+from rlax_stack.models.norms import RMSNorm
 from rlax_stack.models.quantised import QuantisedKernel, rows_product
 from rlax_stack.models.rotary import rotate, rotation
 
 Params = dict[str, Any]
 Attend = Callable[..., Any]  # of queries, keys and values, and of what a layer has of its own
+ObserveRouter = Callable[[Routing], Any]
 
 # What the gate of the MLP goes through.
 ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True)}
@@ -80,46 +88,13 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
   return functools.reduce(jnp.add, [jax.lax.dot_general(*block, contract) for block in blocks])
 
 
-class RMSNorm(nnx.Module):
-  """Root-mean-square norm over the last axis, float32 inside, dtype of x kept.
-
-  With `unit_offset` the factor is 1 + scale (Gemma).
-  """
-
-  def __init__(self, size: int, epsilon: float, *, unit_offset: bool = False):
-    self.scale = nnx.Param(jnp.full((size,), 0.0 if unit_offset else 1.0, jnp.float32))
-    self.epsilon = epsilon
-    self.unit_offset = unit_offset
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    scale = self.scale[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-    return _rms_norm(x, scale, self.epsilon, self.unit_offset)
-
-
-# Cheap arithmetic is done again in the backward pass, whatever `remat` says: to keep its results
-# costs more time and memory than to make them.
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(2, 3))
-def _rms_norm(x: jax.Array, scale: jax.Array, epsilon: float, unit_offset: bool) -> jax.Array:
-  wide = x.astype(jnp.float32)
-  inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + epsilon)
-  return scaled_norm(wide * inverse, scale, unit_offset=unit_offset)
-
-
-def scaled_norm(normed: jax.Array, scale: jax.Array, *, unit_offset: bool) -> jax.Array:
-  """float32 `normed` times the norm's scale, in the dtype of the scale; shapes that broadcast."""
-  if unit_offset:
-    return (normed * (1.0 + scale.astype(jnp.float32))).astype(scale.dtype)
-  # Rounded before scaling, as the reference implementations do.
-  return normed.astype(scale.dtype) * scale
-
-
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
   return ACTIVATIONS[activation](gate) * up
 
 
 class DecoderLayer(nnx.Module):
-  """Pre-norm attention and gated MLP, with a pluggable attention."""
+  """Pre-norm attention and a gated MLP, or a mixture of them, with a pluggable attention."""
 
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
     self.config = config
@@ -133,8 +108,15 @@ class DecoderLayer(nnx.Module):
     self.q_proj = linear(hidden, queries, bias=config.attention_bias)
     self.k_proj = linear(hidden, keys, bias=config.attention_bias)
     self.v_proj = linear(hidden, keys, bias=config.attention_bias)
-    self.gate_proj = linear(hidden, config.intermediate_size, bias=False)
-    self.up_proj = linear(hidden, config.intermediate_size, bias=False)
+    if config.num_experts:
+      experts, width = config.num_experts, config.moe_intermediate_size
+      self.router = linear(hidden, experts, bias=False)
+      self.experts_gate = ExpertLinear(experts, hidden, width, rngs=rngs)
+      self.experts_up = ExpertLinear(experts, hidden, width, rngs=rngs)
+      self.experts_down = ExpertLinear(experts, width, hidden, rngs=rngs)
+    else:
+      self.gate_proj = linear(hidden, config.intermediate_size, bias=False)
+      self.up_proj = linear(hidden, config.intermediate_size, bias=False)
     if config.qk_norm:
       self.q_norm = norm(config.head_dim)
       self.k_norm = norm(config.head_dim)
@@ -143,7 +125,8 @@ class DecoderLayer(nnx.Module):
     if config.post_norms:
       self.post_attn_norm = norm(hidden)
       self.post_mlp_norm = norm(hidden)
-    self.down_proj = linear(config.intermediate_size, hidden, bias=False)
+    if not config.num_experts:
+      self.down_proj = linear(config.intermediate_size, hidden, bias=False)
 
   def _qkv(self, x: jax.Array, sin: jax.Array, cos: jax.Array) -> tuple[jax.Array, ...]:
     """Queries [..., H, Dh], keys and values [..., K, Dh], normalised (qk_norm) and rotated."""
@@ -157,14 +140,38 @@ class DecoderLayer(nnx.Module):
   def _mlp(self, x: jax.Array) -> jax.Array:
     return self.down_proj(_gated(self.gate_proj(x), self.up_proj(x), self.config.activation))
 
+  def _mixture(
+    self, x: jax.Array, mesh: Mesh | None, replay: jax.Array | None
+  ) -> tuple[jax.Array, Routing]:
+    parts = (self.experts_gate, self.experts_up, self.experts_down)
+    kernels = ExpertKernels(*(part.kernel.get_value() for part in parts))
+    router = self.router.kernel.get_value()
+    return apply_mixture(self.config, x, router, kernels, mesh=mesh, replay=replay)
+
   def __call__(
-    self, x: jax.Array, sin: jax.Array, cos: jax.Array, attend: Attend
+    self,
+    x: jax.Array,
+    sin: jax.Array,
+    cos: jax.Array,
+    attend: Attend,
+    *,
+    mesh: Mesh | None = None,
+    observe: ObserveRouter | None = None,
+    replay: jax.Array | None = None,
   ) -> tuple[jax.Array, Any]:
-    """x [..., D] -> (x [..., D], aux). `attend(q, k, v)` returns (output [..., H, Dh], aux)."""
+    """x [..., D] -> (x [..., D], aux). `attend(q, k, v)` returns (output [..., H, Dh], aux).
+
+    With `observe`, of a mixture, aux is (aux of attend, observe(routing)). mesh: see `experts.mix`;
+    replay: see `experts.route`.
+    """
     attended, aux = attend(*self._qkv(self.attn_norm(x), sin, cos))
     attended = self.o_proj(attended.reshape(*x.shape[:-1], -1).astype(x.dtype))
     x = x + (self.post_attn_norm(attended) if self.config.post_norms else attended)
-    fed = self._mlp(self.mlp_norm(x))
+    if self.config.num_experts:
+      fed, routing = self._mixture(self.mlp_norm(x), mesh, replay)
+      aux = aux if observe is None else (aux, observe(routing))
+    else:
+      fed = self._mlp(self.mlp_norm(x))
     return x + (self.post_mlp_norm(fed) if self.config.post_norms else fed), aux
 
 
@@ -213,10 +220,14 @@ class Decoder(nnx.Module):
     compute_dtype: Any = jnp.float32,
     remat: str = 'none',
     of_layers: Any = None,
+    mesh: Mesh | None = None,
+    observe: ObserveRouter | None = None,
+    replay: jax.Array | None = None,
   ) -> tuple[jax.Array, Any]:
-    """tokens, positions int32 [R, T] -> (hidden [R, T, D], aux of attend stacked over layers).
+    """tokens, positions int32 [R, T] -> (hidden [R, T, D], aux of layers stacked).
 
-    With `of_layers`, arrays [L, ...], attend gets those of its layer as a fourth argument.
+    With `of_layers`, arrays [L, ...], attend gets those of its layer as a fourth argument. mesh, observe and, with an
+    axis of layers in front, replay: see DecoderLayer.
     """
     config = self.config
     graph, stacked = nnx.split(self.layers)
@@ -224,17 +235,22 @@ class Decoder(nnx.Module):
     local = None if config.local_rope_theta is None else rotation(config, positions, local=True)
 
     def layer(x, of_layer):
-      state, inputs, sees_all = of_layer
+      state, inputs, sees_all, experts = of_layer
       given = () if inputs is None else (inputs,)
       named = {} if sees_all is None else {'sees_all': sees_all}
       sin, cos = rotations
       if local is not None and sees_all is not None:
         sin, cos = select(sees_all, rotations, local)
-      return nnx.merge(graph, state)(x, sin, cos, lambda q, k, v: attend(q, k, v, *given, **named))
+
+      def attend_here(q, k, v):
+        return attend(q, k, v, *given, **named)
+
+      decode = nnx.merge(graph, state)
+      return decode(x, sin, cos, attend_here, mesh=mesh, observe=observe, replay=experts)
 
     if remat != 'none':
       layer = jax.checkpoint(layer, policy=remat_policy(remat), prevent_cse=False)
-    of_each = (stacked, of_layers, layers_that_see_all(config))
+    of_each = (stacked, of_layers, layers_that_see_all(config), replay)
     x, aux = jax.lax.scan(layer, self.embedder(tokens, compute_dtype), of_each)
     return self.final_norm(x), aux
 
@@ -295,6 +311,8 @@ def hidden_states(
   *,
   compute_dtype: Any = jnp.float32,
   remat: str = 'none',
+  mesh: Mesh | None = None,
+  replay: jax.Array | None = None,
 ) -> jax.Array:
   """Hidden states after the final norm.
 
@@ -307,6 +325,8 @@ def hidden_states(
       scaled. With `config.global_layers` it gets the keyword `sees_all`, bool [], of its layer.
     compute_dtype: dtype of activations.
     remat: 'none', 'layer' or 'dots'.
+    mesh: where rows and parameters live; a mixture splits its work by it.
+    replay: int [L, R, T, k], experts that tokens of a mixture go through, -1 where they are free.
 
   Returns:
     [R, T, D] in compute_dtype.
@@ -319,6 +339,8 @@ def hidden_states(
     lambda q, k, v, **named: (attend(q, k, v, **named), None),
     compute_dtype=compute_dtype,
     remat=remat,
+    mesh=mesh,
+    replay=replay,
   )
   return hidden
 
@@ -333,15 +355,27 @@ def hidden_states_and_aux(
   compute_dtype: Any = jnp.float32,
   remat: str = 'none',
   of_layers: Any = None,
+  mesh: Mesh | None = None,
+  observe: ObserveRouter | None = None,
+  replay: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
   """As `hidden_states`, but attend returns (output, aux): aux comes back stacked over layers.
 
-  With `of_layers`, arrays [L, ...], attend gets those of its layer as a fourth argument.
+  With `of_layers`, arrays [L, ...], attend gets those of its layer as a fourth argument. With `observe`, of a mixture,
+  what comes back is (aux, what `observe` makes of each layer's Routing).
   """
   graph, state = _abstract_decoder(config)
   decoder = nnx.merge(graph, _with_values(state, params))
   return decoder(
-    tokens, positions, attend, compute_dtype=compute_dtype, remat=remat, of_layers=of_layers
+    tokens,
+    positions,
+    attend,
+    compute_dtype=compute_dtype,
+    remat=remat,
+    of_layers=of_layers,
+    mesh=mesh,
+    observe=observe,
+    replay=replay,
   )
 
 

@@ -58,8 +58,8 @@ def load_gguf(path: str | os.PathLike, *, dtype: Any = jnp.float32) -> GGUFModel
   tokenizer = tokenizer_from_gguf(file.metadata, source=file.path.name)
   permuted = file.metadata['general.architecture'] == 'llama'
 
-  def read(leaf: Leaf, layer: int) -> np.ndarray:
-    value = file.read(leaf.gguf_name.format(layer))
+  def read(leaf: Leaf, place: tuple[int, ...]) -> np.ndarray:
+    value = file.read(leaf.gguf_name.format(*place))
     heads = {'q_proj': config.num_heads, 'k_proj': config.num_kv_heads}.get(leaf.path[1])
     return value if heads is None or not permuted else to_half_rotation(value, heads)
 

@@ -32,7 +32,8 @@ _INDEX_LIMIT = 64 * 2**20
 _SINGLE = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
 _SHARD_NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors')
-_Shard = list[tuple[StoredTensor, int | None]]  # tensors of one file, each of a layer or of none
+# Tensors of one file, at places of their leaves.
+_Shard = list[tuple[StoredTensor, tuple[int, ...]]]
 _FLOAT_NAMES = {'float32': 'float32', 'bfloat16': 'bfloat16', 'float16': 'float16'}
 
 
@@ -65,7 +66,7 @@ def load_hf(
     ),
   )
   params = assemble(
-    config, lambda leaf, layer: entries[leaf.hf_name.format(layer)].read(), dtype=dtype
+    config, lambda leaf, place: entries[leaf.hf_name.format(*place)].read(), dtype=dtype
   )
   return config, params
 
@@ -118,7 +119,7 @@ def save_hf(
     tokenizer.save(partial)
   _write_json(partial / 'config.json', fields)
   tensors = stored_tensors(config, fused=fields['model_type'] == 'phi3')
-  plan = list(_plan_shards(tensors, config.num_layers, dtype, max_shard_bytes))
+  plan = list(_plan_shards(config, tensors, dtype, max_shard_bytes))
   _write_shards(partial, plan, params, dtype)
   if target.exists():
     target.rmdir()
@@ -193,9 +194,9 @@ def _write_shards(
   for number, shard in enumerate(plan, start=1):
     file = _SINGLE if len(plan) == 1 else f'model-{number:05d}-of-{len(plan):05d}.safetensors'
     tensors = {}
-    for tensor, layer in shard:
-      name, leaves_of = tensor.name.format(layer), (get_leaf(params, p.path) for p in tensor.parts)
-      parts = [value if layer is None else value[layer] for value in leaves_of]
+    for tensor, place in shard:
+      name = tensor.name.format(*place)
+      parts = [get_leaf(params, part.path)[place] for part in tensor.parts]
       joined = parts[0] if len(parts) == 1 else np.concatenate([np.asarray(x) for x in parts])
       tensors[name] = np.ascontiguousarray(joined, dtype)
       weight_map[name] = file
@@ -207,17 +208,17 @@ def _write_shards(
 
 
 def _plan_shards(
-  tensors: Sequence[StoredTensor], num_layers: int, dtype: np.dtype, max_shard_bytes: int
+  config: ModelConfig, tensors: Sequence[StoredTensor], dtype: np.dtype, max_shard_bytes: int
 ) -> Iterator[_Shard]:
   """Tensors of each shard, filled in order."""
   shard, size = [], 0
   for tensor in tensors:
     needed = _bytes(tensor, dtype)
-    for layer in range(num_layers) if tensor.parts[0].stacked else (None,):
+    for place in tensor.parts[0].places(config):
       if shard and size + needed > max_shard_bytes:
         yield shard
         shard, size = [], 0
-      shard.append((tensor, layer))
+      shard.append((tensor, place))
       size += needed
   yield shard
 

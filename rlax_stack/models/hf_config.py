@@ -11,7 +11,17 @@ from typing import Any
 from rlax_stack.errors import ConfigError, ModelFileError
 from rlax_stack.models.config import LAYER_LIMIT, ModelConfig, RopeScaling
 
-_FAMILIES = ('llama', 'mistral', 'qwen2', 'qwen3', 'phi3', 'gemma2', 'gemma3_text')
+_FAMILIES = (
+  'llama',
+  'mistral',
+  'mixtral',
+  'qwen2',
+  'qwen3',
+  'qwen3_moe',
+  'phi3',
+  'gemma2',
+  'gemma3_text',
+)
 _GEMMA = {
   'num_key_value_heads': 4,
   'head_dim': 256,
@@ -30,6 +40,23 @@ _DEFAULTS = {
     'num_key_value_heads': 32,
     'sliding_window': 4096,
     'head_dim': 128,
+  },
+  'mixtral': {
+    'max_position_embeddings': 131072,
+    'num_key_value_heads': 8,
+    'num_experts': 8,
+    'num_experts_per_tok': 2,
+    'rms_norm_eps': 1e-5,
+    'rope_theta': 1e6,
+  },
+  'qwen3_moe': {
+    'max_position_embeddings': 32768,
+    'num_key_value_heads': 4,
+    'sliding_window': 4096,
+    'num_experts': 128,
+    'num_experts_per_tok': 8,
+    'moe_intermediate_size': 768,
+    'norm_topk_prob': False,
   },
   'phi3': {
     'max_position_embeddings': 4096,
@@ -54,7 +81,7 @@ _DEFAULTS = {
 
 
 def config_from_hf(fields: Mapping[str, Any]) -> ModelConfig:
-  """Reads the fields of a `config.json` of a Llama, Mistral, Qwen2, Qwen3, Phi-3 or Gemma 2 or 3 text model.
+  """Reads the fields of a `config.json` of a text model of one of the families above.
 
   LongRoPE changes its frequencies past the context of pre-training, once for all tokens of a text; only texts up to
   there are supported, and `max_context` says so.
@@ -88,9 +115,10 @@ def config_from_hf(fields: Mapping[str, Any]) -> ModelConfig:
       rms_norm_eps=merged.get('rms_norm_eps', 1e-6),
       tie_embeddings=merged.get('tie_word_embeddings', False),
       attention_bias=family == 'qwen2',
-      qk_norm=family in ('qwen3', 'gemma3_text'),
+      qk_norm=family in ('qwen3', 'qwen3_moe', 'gemma3_text'),
       **_places(family, merged),
       **(_gemma(merged, head_dim) if family.startswith('gemma') else {}),
+      **_experts(family, merged),
     )
   except ConfigError as error:
     raise ModelFileError(f'config.json: {error}') from error
@@ -128,6 +156,27 @@ def _gemma(fields: Mapping[str, Any], head_dim: Any) -> dict[str, Any]:
     'post_norms': True,
     'unit_offset_norms': True,
     'scale_embeddings': True,
+  }
+
+
+def _experts(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+  """The fields of ModelConfig that a mixture has."""
+  if family not in ('mixtral', 'qwen3_moe'):
+    return {}
+  step, dense = fields.get('decoder_sparse_step', 1), fields.get('mlp_only_layers') or []
+  if step != 1 or dense:
+    raise ModelFileError(
+      f'config.json: decoder_sparse_step={step!r} and mlp_only_layers={dense!r} put dense layers between those of '
+      'experts, which is not supported. Use a model whose layers are all sparse (step 1, no such layers).'
+    )
+  width = 'intermediate_size' if family == 'mixtral' else 'moe_intermediate_size'
+  # transformers 5 calls the number of experts by either name.
+  count = fields.get('num_local_experts')
+  return {
+    'num_experts': _required(fields, 'num_experts') if count is None else count,
+    'experts_per_token': _required(fields, 'num_experts_per_tok'),
+    'moe_intermediate_size': _required(fields, width),
+    'norm_topk_prob': family == 'mixtral' or fields['norm_topk_prob'],
   }
 
 
@@ -176,10 +225,12 @@ def _windows(family: str, fields: Mapping[str, Any]) -> tuple[Any, tuple[int, ..
   if family == 'llama':
     return None, ()
   window = fields.get('sliding_window')
-  if window is None or family in ('mistral', 'phi3'):
+  if window is None or family in ('mistral', 'mixtral', 'phi3'):
     return window, ()
-  if family in ('qwen2', 'qwen3') and not fields.get('use_sliding_window', False):
+  if family.startswith('qwen') and not fields.get('use_sliding_window', False):
     return None, ()
+  if family == 'qwen3_moe':  # transformers gives the window to all of its layers
+    return window, ()
   kinds = _attention_kinds(fields)
   if not set(kinds) <= {'full', 'sliding'}:
     raise ModelFileError(

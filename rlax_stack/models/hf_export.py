@@ -30,6 +30,10 @@ _FAMILIES = {
   'mistral': _family('MistralForCausalLM', 'sliding_window'),
   'qwen2': _family('Qwen2ForCausalLM', 'attention_bias', 'sliding_window global_layers'),
   'qwen3': _family('Qwen3ForCausalLM', 'qk_norm', 'sliding_window global_layers'),
+  'mixtral': _family('MixtralForCausalLM', 'num_experts', 'sliding_window'),
+  'qwen3_moe': _family(
+    'Qwen3MoeForCausalLM', 'num_experts qk_norm', 'sliding_window norm_topk_prob'
+  ),
   'phi3': _family('Phi3ForCausalLM', 'partial_rotary_factor', 'sliding_window'),
   'gemma2': _family('Gemma2ForCausalLM', _GEMMA, f'{_GEMMA_MAY} attention_soft_cap'),
   'gemma3_text': _family(
@@ -69,8 +73,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
   fields['sliding_window'] = config.sliding_window
   if name in ('qwen2', 'qwen3'):
     fields |= _qwen(config)
-  if name == 'qwen3':
+  if name.startswith('qwen3'):
     fields['attention_bias'] = False
+  if config.num_experts:
+    fields |= _experts(name, config)
   if name == 'phi3':
     fields |= _phi(config)
   if name.startswith('gemma'):
@@ -109,6 +115,24 @@ def _qwen(config: ModelConfig) -> dict[str, Any]:
     'max_window_layers': len(layers) if sliding else count,
   }
   return {**fields, 'layer_types': _layer_types(config)} if layers else fields
+
+
+def _experts(name: str, config: ModelConfig) -> dict[str, Any]:
+  if name == 'mixtral':
+    return {
+      'intermediate_size': config.moe_intermediate_size,
+      'num_local_experts': config.num_experts,
+      'num_experts_per_tok': config.experts_per_token,
+    }
+  return {
+    'use_sliding_window': config.sliding_window is not None,
+    'num_experts': config.num_experts,
+    'num_experts_per_tok': config.experts_per_token,
+    'moe_intermediate_size': config.moe_intermediate_size,
+    'norm_topk_prob': config.norm_topk_prob,
+    'decoder_sparse_step': 1,
+    'mlp_only_layers': [],
+  }
 
 
 def _phi(config: ModelConfig) -> dict[str, Any]:

@@ -5,6 +5,8 @@ the name of that slice in Hugging Face and GGUF files.
 """
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from rlax_stack.models.config import ModelConfig
@@ -14,22 +16,33 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaf:
-  """One leaf of the tree. Where `stacked`, `shape` is of one layer, `{}` in names its number."""
+  """One leaf of the tree. Where `stacked`, `shape` is of one layer, `{}` in names its number.
+
+  With `experts`, files hold one tensor of `shape` for each of so many, and a second `{}` names it.
+  """
 
   path: Path
   shape: tuple[int, ...]
   stacked: bool
   hf_name: str
   gguf_name: str
+  experts: int = 0
 
   def full_shape(self, config: ModelConfig) -> tuple[int, ...]:
-    """Shape in the tree: with the layer axis in front where stacked."""
-    return (config.num_layers, *self.shape) if self.stacked else self.shape
+    """Shape in the tree: with the axes of layers and experts in front where it has them."""
+    experts = (self.experts,) if self.experts else ()
+    return (config.num_layers, *experts, *self.shape) if self.stacked else self.shape
+
+  def places(self, config: ModelConfig) -> Iterator[tuple[int, ...]]:
+    """Where each tensor of a file lies in the leaf: (), (layer,) or (layer, expert); names take the same numbers."""
+    if not self.stacked:
+      return iter([()])
+    return itertools.product(*map(range, self.full_shape(config)[: 2 if self.experts else 1]))
 
 
 def leaves(config: ModelConfig) -> list[Leaf]:
   """Every leaf of the parameters of `config`, embedding first."""
-  hidden, mlp = config.hidden_size, config.intermediate_size
+  hidden = config.hidden_size
   queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
   result = [
     _top('embedder/embedding', (config.vocab_size, hidden), 'model.embed_tokens', 'token_embd'),
@@ -60,14 +73,36 @@ def leaves(config: ModelConfig) -> list[Leaf]:
     ]
   result += [
     _layer('mlp_norm/scale', (hidden,), mlp_norm, 'ffn_norm'),
-    _layer('gate_proj/kernel', (mlp, hidden), 'mlp.gate_proj', 'ffn_gate'),
-    _layer('up_proj/kernel', (mlp, hidden), 'mlp.up_proj', 'ffn_up'),
-    _layer('down_proj/kernel', (hidden, mlp), 'mlp.down_proj', 'ffn_down'),
+    *(_mixture(config) if config.num_experts else _mlp(config)),
     _top('final_norm/scale', (hidden,), 'model.norm', 'output_norm'),
   ]
   if not config.tie_embeddings:
     result.append(_top('lm_head/kernel', (config.vocab_size, hidden), 'lm_head', 'output'))
   return result
+
+
+def _mlp(config: ModelConfig) -> list[Leaf]:
+  hidden, mlp = config.hidden_size, config.intermediate_size
+  return [
+    _layer('gate_proj/kernel', (mlp, hidden), 'mlp.gate_proj', 'ffn_gate'),
+    _layer('up_proj/kernel', (mlp, hidden), 'mlp.up_proj', 'ffn_up'),
+    _layer('down_proj/kernel', (hidden, mlp), 'mlp.down_proj', 'ffn_down'),
+  ]
+
+
+def _mixture(config: ModelConfig) -> list[Leaf]:
+  """Of Qwen3-MoE where q and k have norms, of Mixtral where not; GGUF files of mixtures are refused before."""
+  experts, hidden, mlp = config.num_experts, config.hidden_size, config.moe_intermediate_size
+  block, *names = ('mlp', 'gate_proj', 'up_proj', 'down_proj')
+  if not config.qk_norm:
+    block, *names = ('block_sparse_moe', 'w1', 'w3', 'w2')
+  shapes = {'gate': (mlp, hidden), 'up': (mlp, hidden), 'down': (hidden, mlp)}
+  router = _layer('router/kernel', (experts, hidden), f'{block}.gate', 'ffn_gate_inp')
+  kernels = [
+    _layer(f'experts_{part}/kernel', shape, f'{block}.experts.{{}}.{name}', f'ffn_{part}_exps')
+    for (part, shape), name in zip(shapes.items(), names, strict=True)
+  ]
+  return [router, *(dataclasses.replace(leaf, experts=experts) for leaf in kernels)]
 
 
 def set_leaf(tree: dict[str, Any], path: Path, value: Any) -> None:

@@ -6,7 +6,7 @@ pages for all its tokens on the device; a row out of a slot holds nothing but it
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -176,7 +176,22 @@ class DecodeBatch:
     self._stats.insert_s += time.perf_counter() - begin
     for row in ready.values():
       row.started = True
-    return self._collect(result, new.forced[None])
+    return self._collect(self._with_experts(result, ready), new.forced[None])
+
+  def _with_experts(self, result: ResultTokens, ready: Mapping[int, Row]) -> ResultTokens:
+    """First tokens with the experts of the token before each, the last one of its prefix."""
+    if not self._sizes.record_experts:
+      return result
+    model = self._engine.config
+    shape = (1, self._sizes.slots, model.num_layers, model.experts_per_token)
+    before = np.full(shape, -1, np.int16)
+    for slot, row in ready.items():
+      if row.piece is None or row.piece.experts is None:
+        raise ValueError(f'the experts of slot {slot} are not recorded. This is a defect.')
+      before[0, slot] = row.piece.experts[-1]
+      if not row.length:
+        row.prompt_experts = row.piece.all_experts
+    return result._replace(experts=before)
 
   def decode(self, steps: int, stop_after: int) -> list[FinishedSample]:
     """Up to `steps` steps of the started rows; `make_room` comes before. Returns the samples that ended."""
@@ -308,7 +323,7 @@ class DecodeBatch:
     """Adds a result's tokens to their rows and ends the rows that are done; `forced` [K, M] are not new."""
     finished = []
     values = (result.tokens, result.log_probs, result.raw_log_probs, result.versions)
-    values = (*values, result.top_ids, result.top_log_probs, result.kept_ids)
+    values = (*values, result.top_ids, result.top_log_probs, result.kept_ids, result.experts)
     for slot in np.flatnonzero(result.valid.any(0)).tolist():
       row, places = self._row(slot), np.flatnonzero(result.valid[:, slot])
       known = int((forced[:, slot] >= 0).sum())

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlax_stack.errors import ConfigError
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.pallas_kernels.decode_work import WorkList
@@ -41,8 +42,8 @@ def _logits(
   state: DecodeState,
   work: WorkList,
   suffix_pages: jax.Array,
-) -> tuple[jax.Array, quantise.KVTable, quantise.KVTable]:
-  """Logits [V, M] after each row's newest token, and the suffix KV with that token in it."""
+) -> tuple[jax.Array, quantise.KVTable, quantise.KVTable, jax.Array | None]:
+  """Logits [V, M] after each row's newest token, the suffix KV with that token in it, and its experts [M, L, k]."""
   rows = state.rows
   suffix_k, suffix_v = state.suffix_k, state.suffix_v
   size = engine.suffix_page_size
@@ -57,7 +58,7 @@ def _logits(
   x = decoder.embed(params.model, config, rows.token, engine.compute_dtype).T
 
   def run_layer(layer: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, suffix_k, suffix_v = carry
+    x, suffix_k, suffix_v, experts = carry
     plan, sin, cos = of_layer(layer)
     q, k, v = serving.project_qkv(params, config, layer, x, sin, cos)
     at = (layer, page[:, None], heads[None], place[:, None])
@@ -77,12 +78,18 @@ def _logits(
       soft_cap=config.attention_soft_cap,
       kv_scales=quantise.decode_scales(*tables),
     )
-    return serving.finish_layer(params, config, layer, x, attended), suffix_k, suffix_v
+    x, chosen = serving.finish_layer(params, config, layer, x, attended)
+    if experts is not None and chosen is not None:
+      experts = experts.at[:, layer].set(chosen.astype(jnp.int16))
+    return x, suffix_k, suffix_v, experts
 
-  x, suffix_k, suffix_v = jax.lax.fori_loop(
-    0, config.num_layers, run_layer, (x, suffix_k, suffix_v)
-  )
-  return serving.logits_of(params, config, x), suffix_k, suffix_v
+  experts = None
+  if engine.record_experts:
+    shape = (engine.slots, config.num_layers, config.experts_per_token)
+    experts = jnp.zeros(shape, jnp.int16)
+  carry = (x, suffix_k, suffix_v, experts)
+  x, suffix_k, suffix_v, experts = jax.lax.fori_loop(0, config.num_layers, run_layer, carry)
+  return serving.logits_of(params, config, x), suffix_k, suffix_v, experts
 
 
 def _generate(
@@ -98,7 +105,7 @@ def _generate(
   stop_after: jax.Array,
 ) -> tuple[DecodeState, ResultTokens]:
   shape = (engine.chunk_steps, engine.slots)
-  result = empty_result(engine, shape, state.rows.finish, version)
+  result = empty_result(config, engine, shape, state.rows.finish, version)
   before = jnp.sum(state.rows.active)
 
   def going(carry: tuple[RowState, Any, Any, ResultTokens]) -> jax.Array:
@@ -110,7 +117,8 @@ def _generate(
   ) -> tuple[RowState, Any, Any, ResultTokens]:
     rows, suffix_k, suffix_v, result = carry
     current = state._replace(rows=rows, suffix_k=suffix_k, suffix_v=suffix_v)
-    logits, suffix_k, suffix_v = _logits(config, engine, params, current, work, suffix_pages)
+    forward = _logits(config, engine, params, current, work, suffix_pages)
+    logits, suffix_k, suffix_v, experts = forward
     i = result.steps
     drawn, token = draw(logits, rows, rows.position + 1, forced[i], engine.kept_tokens)
     who = rows.active
@@ -122,6 +130,8 @@ def _generate(
       )
     if result.kept_ids is not None and drawn.kept_ids is not None:
       result = result._replace(kept_ids=result.kept_ids.at[i].set(drawn.kept_ids))
+    if result.experts is not None and experts is not None:
+      result = result._replace(experts=result.experts.at[i].set(experts))
     result = result._replace(
       tokens=result.tokens.at[i].set(token),
       log_probs=result.log_probs.at[i].set(drawn.log_prob),
@@ -155,10 +165,26 @@ def _store_prefix(
   )
 
 
+def check_mixture(config: ModelConfig, engine: EngineConfig) -> None:
+  """Raises ConfigError where a mixture's weights are to be quantised, or a dense model's experts recorded."""
+  if engine.record_experts and not config.num_experts:
+    raise ConfigError(
+      'config.rollout.router_replay=True replays the experts of a mixture, and this model is dense. Set it to False.'
+    )
+  for name, off in (('weights', 'same'), ('draft_weights', 'none')):
+    value = getattr(engine, name)
+    if config.num_experts and value != off:
+      raise ConfigError(
+        f'config.rollout.{name}={value} does not know experts, of which this model has {config.num_experts}. Set it to '
+        f'{off}; config.rollout.kv may stay quantised.'
+      )
+
+
 class Engine:
   """Compiled programs of one model and one set of static sizes; holds neither weights nor state."""
 
   def __init__(self, config: ModelConfig, engine_config: EngineConfig):
+    check_mixture(config, engine_config)
     self.config = config
     self.engine_config = engine_config
     self._device = jax.local_devices()[0]
@@ -173,7 +199,7 @@ class Engine:
     self._generate = jax.jit(functools.partial(_generate, config, engine_config), donate_argnums=1)
     forward = functools.partial(_logits, config, engine_config)
     self._speculate = jax.jit(
-      functools.partial(speculation.speculate, forward, engine_config), donate_argnums=1
+      functools.partial(speculation.speculate, forward, config, engine_config), donate_argnums=1
     )
     self._release = jax.jit(lambda active, slot: active.at[slot].set(False), donate_argnums=0)
 

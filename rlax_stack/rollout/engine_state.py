@@ -40,6 +40,7 @@ class EngineConfig:
   request. logit_controls: whether requests may change logits (biases, penalties, min_tokens). max_logit_bias: biased
   tokens per request then. max_top_log_probs: likeliest tokens per position that a request may ask for.
   kept_tokens: ids of each sampled token's kept set that are recorded at most; 0 records none.
+  record_experts: whether the experts that every token of a mixture went through are recorded.
   max_draft: proposed tokens of a row that idle columns check in one step (speculation.py); 0 checks none.
   draft_weights: 'none', or one of models.quantised.KERNEL_KINDS: a copy of the weights, quantised so, proposes tokens
   while at most draft_rows rows decode; draft_rows 0 takes a quarter of the slots.
@@ -66,6 +67,7 @@ class EngineConfig:
   max_logit_bias: int = 16
   max_top_log_probs: int = 0
   kept_tokens: int = 0
+  record_experts: bool = False
   max_draft: int = 0
   draft_weights: str = 'none'
   draft_rows: int = 0
@@ -227,6 +229,7 @@ class Prefix(NamedTuple):
   k: jax.Array  # [L, B, P, K, Dh]
   v: jax.Array
   logits: jax.Array  # float32 [B, V], of the last position
+  experts: jax.Array | None = None  # int16 [L, B, P, k], None without record_experts
 
 
 class ResultTokens(NamedTuple):
@@ -244,12 +247,19 @@ class ResultTokens(NamedTuple):
     jax.Array | None
   )  # float32 [N, M, max_top_log_probs], of the model at temperature 1
   kept_ids: jax.Array | None = None  # int32 [N, M, kept_tokens], see sampler.kept_ids; None where 0
+  # int16 [N, M, L, k], of the token before; None without record_experts and for first tokens
+  experts: jax.Array | None = None
 
 
 def empty_result(
-  engine: EngineConfig, shape: tuple[int, ...], finish: jax.Array, version: jax.Array
+  config: ModelConfig,
+  engine: EngineConfig,
+  shape: tuple[int, ...],
+  finish: jax.Array,
+  version: jax.Array,
 ) -> ResultTokens:
   """No token yet, with room for `shape` of them; `finish` [M] and `version` [] as they are."""
+  routed = (*shape, config.num_layers, config.experts_per_token)
   tops, kept = engine.max_top_log_probs, engine.kept_tokens
   return ResultTokens(
     tokens=jnp.zeros(shape, jnp.int32),
@@ -262,6 +272,7 @@ def empty_result(
     top_ids=jnp.zeros((*shape, tops), jnp.int32) if tops else None,
     top_log_probs=jnp.zeros((*shape, tops), jnp.float32) if tops else None,
     kept_ids=jnp.full((*shape, kept), -1, jnp.int32) if kept else None,
+    experts=jnp.full(routed, -1, jnp.int16) if engine.record_experts else None,
   )
 
 

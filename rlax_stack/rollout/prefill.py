@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.experts import Routing
 from rlax_stack.pallas_kernels.shared_prefix_decode import NO_WINDOW
 from rlax_stack.rollout.engine_state import EngineConfig, Prefix
 from rlax_stack.rollout.quantise import KVTable, read_table
@@ -112,10 +113,16 @@ def prefill(
   def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, sees_all: jax.Array | None = None):
     return causal_attention(q, k, v, attention_rule(config, sees_all)), (k, v)
 
-  hidden, (k, v) = decoder.hidden_states_and_aux(
-    params.model, config, padded_tokens, positions, attend, compute_dtype=engine.compute_dtype
+  hidden, aux = decoder.hidden_states_and_aux(
+    params.model,
+    config,
+    padded_tokens,
+    positions,
+    attend,
+    compute_dtype=engine.compute_dtype,
+    observe=_experts if engine.record_experts else None,
   )
-  return Prefix(k, v, _last_logits(config, params, hidden, true_length))
+  return _made(config, engine, params, hidden, aux, true_length)
 
 
 def prefill_more(
@@ -166,7 +173,7 @@ def prefill_more(
     out = (state.values / state.total[..., None]).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape), (k, v)
 
-  hidden, (k, v) = decoder.hidden_states_and_aux(
+  hidden, aux = decoder.hidden_states_and_aux(
     params.model,
     config,
     padded_tokens,
@@ -174,8 +181,26 @@ def prefill_more(
     attend,
     compute_dtype=engine.compute_dtype,
     of_layers=jnp.arange(config.num_layers, dtype=jnp.int32),
+    observe=_experts if engine.record_experts else None,
   )
-  return Prefix(k, v, _last_logits(config, params, hidden, true_length))
+  return _made(config, engine, params, hidden, aux, true_length)
+
+
+def _experts(routing: Routing) -> jax.Array:
+  return routing.experts.astype(jnp.int16)
+
+
+def _made(
+  config: ModelConfig,
+  engine: EngineConfig,
+  params: ServingParams,
+  hidden: jax.Array,
+  aux: Any,
+  true_length: jax.Array,
+) -> Prefix:
+  """The prefix of what the decoder gave."""
+  (k, v), experts = aux if engine.record_experts else (aux, None)
+  return Prefix(k, v, _last_logits(config, params, hidden, true_length), experts)
 
 
 class _Softmax(NamedTuple):

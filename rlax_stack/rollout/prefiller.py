@@ -7,6 +7,7 @@ bucket of first pieces and one for all that follow.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from rlax_stack.rollout.engine import Engine
@@ -77,7 +78,11 @@ class Prefiller:
       prefix = self._engine.prefill(params=params, padded_tokens=tokens, true_length=lengths)
     self.tokens += sum(len(piece.tokens) for piece in pieces)
     self.padded_tokens += tokens.size
-    return self._engine.insert(prefix, state, pages, entries)
+    if prefix.experts is not None:
+      experts = np.asarray(jax.device_get(prefix.experts))
+      for i, piece in enumerate(pieces):
+        piece.experts = experts[:, i, : len(piece.tokens)].swapaxes(0, 1).copy()
+    return self._engine.insert(prefix._replace(experts=None), state, pages, entries)
 
   def warm_up(self, params: ServingParams, state: DecodeState, *, follows: bool) -> DecodeState:
     """Compiles the programs of all buckets, and with `follows` that of later pieces, on nothing."""

@@ -36,6 +36,7 @@ class Piece:
   rows: int = 0  # that start after it
   followers: int = 0  # pieces that build on it
   ready: bool = False
+  experts: np.ndarray | None = None  # int16 [tokens, L, k], those its tokens went through
 
   @property
   def is_idle(self) -> bool:
@@ -56,6 +57,13 @@ class Piece:
   def all_pages(self) -> tuple[int, ...]:
     """Pages of the prefix up to its end."""
     return (self.parent.all_pages if self.parent else ()) + self.pages
+
+  @property
+  def all_experts(self) -> np.ndarray | None:
+    """Experts of the prefix up to its end; None where they are not recorded."""
+    if self.experts is None or self.parent is None or self.parent.all_experts is None:
+      return self.experts
+    return np.concatenate([self.parent.all_experts, self.experts])
 
   @property
   def view(self) -> PrefixView:

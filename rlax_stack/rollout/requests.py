@@ -52,6 +52,8 @@ class FinishedSample:
   top_log_probs_t: np.ndarray | None = None  # float32 like it, of the model at temperature 1
   attention_t: np.ndarray | None = None  # float32, got from tokens attention_distance or more later
   kept_ids_t: np.ndarray | None = None  # int32 [T, kept_tokens], see types.Trajectory
+  # int16 [P + T, L, k], experts that each token of prompt and sample went through, -1 for the last
+  experts_t: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,8 @@ class PartialSample:
   top_ids_t: np.ndarray | None = None  # int32 [T, K]
   top_log_probs_t: np.ndarray | None = None  # float32 [T, K]
   kept_ids_t: np.ndarray | None = None  # int32 [T, kept_tokens]
+  experts_before_t: np.ndarray | None = None  # int16 [T, L, k], of the token before each
+  prompt_experts: np.ndarray | None = None  # int16 [P, L, k], None before the first token
   recomputed: int = 0  # tokens that were prefilled together with the prompt
   kv_version: int = -1  # weights that made the KV, -1 where several did
 
@@ -241,3 +245,24 @@ def check_partial(partial: PartialSample, model: ModelConfig, engine: EngineConf
       f'kept_ids_t must be {wanted or "None"} for {len(tokens)} tokens and EngineConfig.kept_tokens='
       f'{engine.kept_tokens}, got {kept}. Move samples between engines of the same kept_tokens.'
     )
+  _check_experts(partial, model, engine)
+
+
+def _check_experts(partial: PartialSample, model: ModelConfig, engine: EngineConfig) -> None:
+  """Of those that are recorded."""
+  if not len(partial.tokens):
+    return
+  layer = (model.num_layers, model.experts_per_token)
+  counts = {
+    'prompt_experts': len(partial.request.prompt_tokens),
+    'experts_before_t': len(partial.tokens),
+  }
+  for name, count in counts.items():
+    found = getattr(partial, name)
+    shape = None if found is None else found.shape
+    wanted = (count, *layer) if engine.record_experts else None
+    if shape != wanted:
+      raise ValueError(
+        f'{name} must be {wanted or "None"} with EngineConfig.record_experts={engine.record_experts}, got {shape}. '
+        'Move samples between engines of the same model and record_experts.'
+      )

@@ -17,7 +17,7 @@ from rlax_stack.types import FinishReason
 
 
 class Sampled(NamedTuple):
-  """One value per token; the last three only where the engine gives them."""
+  """One value per token; the last four only where the engine gives them."""
 
   tokens: np.ndarray  # int32 [T]
   log_probs_t: np.ndarray  # float32 [T]
@@ -26,6 +26,7 @@ class Sampled(NamedTuple):
   top_ids_t: np.ndarray | None = None  # int32 [T, K]
   top_log_probs_t: np.ndarray | None = None  # float32 [T, K]
   kept_ids_t: np.ndarray | None = None  # int32 [T, kept_tokens]
+  experts_before_t: np.ndarray | None = None  # int16 [T, L, k], of the token before each
 
   def part(self, which: slice) -> 'Sampled':
     """Some of the tokens."""
@@ -51,6 +52,7 @@ class Row:
   fed: int = 0  # tokens after the prefix that the device has
   piece: Piece | None = None
   started: bool = False
+  prompt_experts: np.ndarray | None = None  # int16 [P, L, k]
   wish: int = 4  # proposed tokens that it wants checked at once
   rest: int = 0  # chunks since it wanted any
 
@@ -109,7 +111,11 @@ class Row:
       request = dataclasses.replace(request, sampling=sampling)
     fields: dict[str, Any] = sampled._asdict()
     return PartialSample(
-      request=request, recomputed=self.recomputed, kv_version=self.kv_version, **fields
+      request=request,
+      recomputed=self.recomputed,
+      kv_version=self.kv_version,
+      prompt_experts=self.prompt_experts,
+      **fields,
     )
 
   def finished(self, reason: FinishReason) -> FinishedSample:
@@ -119,7 +125,15 @@ class Row:
     fields: dict[str, Any] = sampled._asdict()
     for name in ('top_ids_t', 'top_log_probs_t'):
       fields[name] = fields[name][:, :tops] if tops and fields[name] is not None else None
+    fields['experts_t'] = self._experts(fields.pop('experts_before_t'))
     return FinishedSample(request=self.request, finish_reason=reason, **fields)
+
+  def _experts(self, before: np.ndarray | None) -> np.ndarray | None:
+    """Experts of the tokens of prompt and sample, int16 [P + T, L, k]; -1 for the last, which nothing has followed."""
+    prompt = self.prompt_experts
+    if prompt is None or before is None:
+      return None
+    return np.concatenate([prompt[:-1], before, np.full_like(prompt[:1], -1)])
 
   def cut_at_stop_string(self, fresh: int, decode_text: Callable[[Sequence[int]], str]) -> bool:
     """Whether one of the last `fresh` tokens completed a stop string; drops the tokens after it."""
@@ -147,4 +161,5 @@ def row_of(partial: PartialSample, order: int) -> Row:
     parts=parts if len(partial.tokens) else [],
     recomputed=partial.recomputed,
     kv_version=partial.kv_version,
+    prompt_experts=partial.prompt_experts,
   )

@@ -18,8 +18,8 @@ from rlax_stack import rng
 from rlax_stack.rollout.engine_state import DecodeState
 from rlax_stack.rollout.sampler import sample
 
-# state -> logits [V, M] and the suffix KV
-Decode = Callable[[DecodeState], tuple[jax.Array, Any, Any]]
+# state -> logits [V, M], the suffix KV and experts
+Decode = Callable[[DecodeState], tuple[jax.Array, Any, Any, Any]]
 
 
 def draft_ahead(
@@ -50,7 +50,7 @@ def draft_ahead(
       count=count,
       active=rows.active & checked & (count < rows.max_tokens) & (token >= 0),
     )
-    logits, suffix_k, suffix_v = decode(
+    logits, suffix_k, suffix_v, _ = decode(
       state._replace(rows=rows, suffix_k=suffix_k, suffix_v=suffix_v)
     )
     drawn = sample(logits, rng.token_uniforms(rows.key, rows.position + 1), rows.sampling).token

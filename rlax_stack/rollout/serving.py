@@ -3,8 +3,9 @@
 Decode multiplies few tokens by large matrices. On the CPU `W [out, in] @ x [in, M]` is two to three times quicker than
 `x [M, in] @ Wᵀ` for small M, and a column's result does not depend on where it stands; hence hidden states are [D, M]
 here. Layers run in a loop, compiled once. Slicing a layer's kernel out of a stack would copy the whole model in every
-step, so kernels are separate arrays and a switch picks the product. The formulas are those of models/decoder.py, which
-stays the reference (a test compares the two).
+step, so kernels are separate arrays and a switch picks the product. Experts stay in their stack: only those that were
+chosen are taken out of it. The formulas are those of models/decoder.py, which stays the reference (a test compares the
+two).
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ import numpy as np
 
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.experts import ExpertKernels, apply_mixture
+from rlax_stack.models.norms import scaled_norm
 from rlax_stack.models.quantised import Kernel, QuantisedKernel, columns_product
 from rlax_stack.models.rope import rope_inverse_frequencies
 from rlax_stack.models.rotary import sine_and_cosine
@@ -24,7 +27,8 @@ class ServingParams(NamedTuple):
   """What every engine call takes: the model's own tree for prefill and fused kernels for decode."""
 
   model: decoder.Params  # the tree of models/decoder.py, in the compute dtype
-  kernels: tuple[dict[str, Kernel], ...]  # one dict per layer: qkv, o, gate_up, down, [out, in]
+  # One dict per layer: qkv, o and, but for mixtures, gate_up and down, [out, in].
+  kernels: tuple[dict[str, Kernel], ...]
   qkv_bias: jax.Array | None  # [L, out], where the model has one
   draft: 'ServingParams | None' = None  # a quantised copy that proposes tokens
 
@@ -41,12 +45,10 @@ def fuse_layer(stacked: decoder.Params, index: jax.Array, *, dtype: Any) -> dict
       return jnp.concatenate([kernel[index].astype(dtype) for kernel in kernels])
     return jax.tree.map(lambda *parts: jnp.concatenate([x[index] for x in parts]), *kernels)
 
-  return {
-    'qkv': join('q', 'k', 'v'),
-    'o': join('o'),
-    'gate_up': join('gate', 'up'),
-    'down': join('down'),
-  }
+  attention = {'qkv': join('q', 'k', 'v'), 'o': join('o')}
+  if 'router' in stacked:
+    return attention
+  return attention | {'gate_up': join('gate', 'up'), 'down': join('down')}
 
 
 _fuse_layer = jax.jit(fuse_layer, static_argnames='dtype')
@@ -89,7 +91,7 @@ def _norm(config: ModelConfig, scale: jax.Array, x: jax.Array) -> jax.Array:
   wide = x.astype(jnp.float32)
   inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -2, keepdims=True) + config.rms_norm_eps)
   scale = scale.astype(x.dtype).reshape((1,) * (x.ndim - 2) + (-1, 1))
-  return decoder.scaled_norm(wide * inverse, scale, unit_offset=config.unit_offset_norms)
+  return scaled_norm(wide * inverse, scale, unit_offset=config.unit_offset_norms)
 
 
 def _product(params: ServingParams, name: str, layer: jax.Array, x: jax.Array) -> jax.Array:
@@ -127,8 +129,11 @@ def finish_layer(
   layer: jax.Array,
   x: jax.Array,
   attended: jax.Array,
-) -> jax.Array:
-  """Adds attention's output [M, H, Dh] and the MLP of int32 layer [] to x [D, M]."""
+) -> tuple[jax.Array, jax.Array | None]:
+  """Adds attention's output [M, H, Dh] and the MLP of int32 layer [] to x [D, M].
+
+  Returns: the sum, and int32 [M, k], the experts of a mixture.
+  """
   stacked = params.model['layers']
 
   def added(x: jax.Array, y: jax.Array, post_norm: str) -> jax.Array:
@@ -136,10 +141,25 @@ def finish_layer(
 
   columns = attended.reshape(x.shape[1], -1).astype(x.dtype).T
   x = added(x, _product(params, 'o', layer, columns), 'post_attn_norm')
-  both = _product(params, 'gate_up', layer, _norm(config, stacked['mlp_norm']['scale'][layer], x))
+  normed = _norm(config, stacked['mlp_norm']['scale'][layer], x)
+  if config.num_experts:
+    mixed, experts = _mixture(stacked, config, layer, normed)
+    return added(x, mixed, 'post_mlp_norm'), experts
+  both = _product(params, 'gate_up', layer, normed)
   gate, up = jnp.split(both, 2, axis=0)
   gated = decoder.ACTIVATIONS[config.activation](gate) * up
-  return added(x, _product(params, 'down', layer, gated), 'post_mlp_norm')
+  return added(x, _product(params, 'down', layer, gated), 'post_mlp_norm'), None
+
+
+def _mixture(
+  stacked: decoder.Params, config: ModelConfig, layer: jax.Array, x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """What the experts of int32 layer [] make of x [D, M], and which ones they were, int32 [M, k]."""
+  parts = (stacked[f'experts_{name}']['kernel'] for name in ('gate', 'up', 'down'))
+  kernels = ExpertKernels(*(part.reshape(-1, *part.shape[2:]) for part in parts))
+  router, first = stacked['router']['kernel'][layer], layer * config.num_experts
+  mixed, routing = apply_mixture(config, x.T, router, kernels, first=first)
+  return mixed.T, routing.experts
 
 
 def logits_of(params: ServingParams, config: ModelConfig, x: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from rlax_stack import rng
+from rlax_stack.models.config import ModelConfig
 from rlax_stack.pallas_kernels.decode_work import WorkList
 from rlax_stack.rollout.engine_state import (
   LENGTH,
@@ -35,8 +36,8 @@ from rlax_stack.rollout.sampler import RowSampling, Sampled, sample
 from rlax_stack.rollout.self_drafts import draft_ahead
 from rlax_stack.rollout.serving import ServingParams
 
-# (params, state, work, suffix_pages) -> logits [V, M] and the suffix KV
-Forward = Callable[..., tuple[jax.Array, Any, Any]]
+# (params, state, work, suffix_pages) -> logits [V, M], the suffix KV and the experts of each column
+Forward = Callable[..., tuple[jax.Array, Any, Any, Any]]
 
 
 class Columns(NamedTuple):
@@ -66,6 +67,7 @@ class _Taken(NamedTuple):
 
 def speculate(
   forward: Forward,
+  config: ModelConfig,
   engine: EngineConfig,
   params: ServingParams,
   state: DecodeState,
@@ -82,6 +84,7 @@ def speculate(
 
   Args:
     forward: one decode step of the columns that stand in the rows of a state.
+    config: shape of the model.
     engine: sizes; W is max_draft + 1.
     params: of the model.
     state: donated.
@@ -100,7 +103,7 @@ def speculate(
   before, first = jnp.sum(state.rows.active), state.rows.count
   pages = suffix_pages[columns.owner]
   shape = (engine.chunk_steps, engine.max_draft + 1, engine.slots)
-  result = empty_result(engine, shape, state.rows.finish, version)
+  result = empty_result(config, engine, shape, state.rows.finish, version)
 
   def going(carry: tuple[RowState, Any, Any, ResultTokens]) -> jax.Array:
     rows, _, _, result = carry
@@ -117,12 +120,13 @@ def speculate(
       ahead, suffix_k, suffix_v = draft_ahead(decode, current, ahead, columns.of_row, depth)
     at = _columns_of(rows, columns, ahead)
     current = state._replace(rows=at, suffix_k=suffix_k, suffix_v=suffix_v)
-    logits, suffix_k, suffix_v = forward(params, current, work, pages)
+    logits, suffix_k, suffix_v, experts = forward(params, current, work, pages)
     uniforms = rng.token_uniforms(at.key, at.position + 1)
     drawn = sample(logits, uniforms, at.sampling, engine.kept_tokens)
     known = _proposed(proposals.forced, columns, (rows.count - first)[columns.owner])
     taken = _take(rows, at, columns, jnp.where(known >= 0, known, drawn.token))
-    result = _recorded(engine, result, taken, drawn, likeliest(engine, logits, at), columns)
+    found = (drawn, experts, likeliest(engine, logits, at))
+    result = _recorded(engine, result, taken, found, columns)
     rows = _advance(rows, taken)
     return rows, suffix_k, suffix_v, result._replace(finish=rows.finish, steps=result.steps + 1)
 
@@ -136,12 +140,11 @@ def _recorded(
   engine: EngineConfig,
   result: ResultTokens,
   taken: _Taken,
-  drawn: Sampled,
-  tops: tuple[Any, Any],
+  found: tuple[Sampled, Any, tuple[Any, Any]],
   columns: Columns,
 ) -> ResultTokens:
-  """The result with one more step: what rows took, and what their columns know of it."""
-  i = result.steps
+  """The result with one more step: what rows took, and what their columns found (drawn, experts, likeliest)."""
+  i, (drawn, experts, tops) = result.steps, found
 
   def put(table: jax.Array, value: jax.Array) -> jax.Array:
     return table.at[i].set(value[jnp.minimum(columns.of_row, engine.slots - 1)].swapaxes(0, 1))
@@ -154,6 +157,8 @@ def _recorded(
   )
   if result.kept_ids is not None and drawn.kept_ids is not None:
     result = result._replace(kept_ids=put(result.kept_ids, drawn.kept_ids))
+  if result.experts is not None:
+    result = result._replace(experts=put(result.experts, experts))
   if result.top_ids is None or result.top_log_probs is None:
     return result
   ids, values = tops

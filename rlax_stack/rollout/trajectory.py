@@ -26,12 +26,16 @@ class Span(NamedTuple):
   trained: bool
   new_context: bool = False  # whether the context is set back to the prompt before it
   kept_ids_t: np.ndarray | None = None  # int32 [T, K]
+  experts_t: np.ndarray | None = None  # int16 [C + T, L, k], those of its context before it too
 
   def first(self, count: int, *, trained: bool) -> 'Span':
     """Its first `count` tokens."""
     parts = dict(zip(self._fields[:4], (x[:count] for x in self[:4]), strict=True))
     kept = None if self.kept_ids_t is None else self.kept_ids_t[:count]
-    return self._replace(**parts, kept_ids_t=kept, trained=trained)
+    experts = self.experts_t
+    if experts is not None:
+      experts = experts[: len(experts) - len(self.tokens) + count]
+    return self._replace(**parts, kept_ids_t=kept, experts_t=experts, trained=trained)
 
 
 def sampled_span(
@@ -47,6 +51,7 @@ def sampled_span(
     trained,
     new_context,
     sample.kept_ids_t,
+    sample.experts_t,
   )
 
 
@@ -96,6 +101,7 @@ def assemble(
     ),
     branch=branch,
     kept_ids_t=_joined_kept(whole),
+    experts_t=_joined_experts(whole, starts),
   )
   return dataclasses.replace(made, mask_t=made.mask_t & ~made.kept_overflow_t)
 
@@ -112,6 +118,29 @@ def _joined_kept(spans: Sequence[Span]) -> np.ndarray | None:
     if span.kept_ids_t is not None:
       joined[start:end, : span.kept_ids_t.shape[1]] = span.kept_ids_t
     start = end
+  return joined
+
+
+def _joined_experts(spans: Sequence[Span], starts: Sequence[int]) -> np.ndarray | None:
+  """Experts of the tokens of spans, int16 [T, L, k], as they were first recorded; -1 where none were.
+
+  Args:
+    spans: of a trajectory, its prompt first.
+    starts: of each of them, and the end.
+  """
+  recorded = [span.experts_t for span in spans if span.experts_t is not None]
+  if not recorded:
+    return None
+  joined = np.full((starts[-1], *recorded[0].shape[1:]), -1, np.int16)
+  prompt, context = np.arange(starts[1]), starts[1]
+  for span, start, end in zip(spans, starts, starts[1:], strict=False):
+    if span.new_context:
+      context = start
+    if span.experts_t is None:
+      continue
+    places = np.concatenate([prompt, np.arange(context, end)])
+    fresh = joined[places, 0, 0] < 0
+    joined[places[fresh]] = span.experts_t[fresh]
   return joined
 
 

@@ -107,6 +107,26 @@ _FAMILIES = {
     },
   ),
   'gemma3-local': ('Gemma3TextConfig', {**_GEMMA, 'final_logit_softcapping': 8.0}),
+  'mixtral': ('MixtralConfig', {'num_local_experts': 6, 'num_experts_per_tok': 2}),
+  'qwen3-moe': (
+    'Qwen3MoeConfig',
+    {
+      'head_dim': 16,
+      'num_experts': 8,
+      'num_experts_per_tok': 3,
+      'moe_intermediate_size': 24,
+      'norm_topk_prob': False,
+    },
+  ),
+  'qwen3-moe-normalised': (
+    'Qwen3MoeConfig',
+    {
+      'num_experts': 4,
+      'moe_intermediate_size': 24,
+      'num_experts_per_tok': 2,
+      'norm_topk_prob': True,
+    },
+  ),
 }
 _LENGTH, _PROMPT = 40, 8
 

@@ -73,6 +73,18 @@ def test_param_shardings_split_parameters_and_their_mirrors():
   assert mirrored[1]['mu']['layers']['q_proj']['kernel'].spec == P(None, 'tensor', 'fsdp')
 
 
+def test_experts_are_split_over_their_axis():
+  mesh = sharding.make_mesh({'fsdp': 2, 'tensor': 2, 'expert': 2}, jax.devices()[:8])
+  shapes = {'router': (2, 4, 16), 'experts_up': (2, 4, 32, 16), 'experts_down': (2, 4, 16, 32)}
+  layers = {
+    name: {'kernel': jax.ShapeDtypeStruct(shape, jnp.float32)} for name, shape in shapes.items()
+  }
+  found = sharding.param_shardings({'layers': layers}, mesh)['layers']
+  assert found['router']['kernel'].spec == P(None, None, 'fsdp')
+  assert found['experts_up']['kernel'].spec == P(None, 'expert', 'tensor', 'fsdp')
+  assert found['experts_down']['kernel'].spec == P(None, 'expert', 'fsdp', 'tensor')
+
+
 def test_param_shardings_name_what_does_not_fit():
   mesh = sharding.make_mesh({'fsdp': 4}, jax.devices()[:4])
   with pytest.raises(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rlax_stack.errors import ConfigError, DataError
 from rlax_stack.learner import packing
+from rlax_stack.learner.branches import NOWHERE, PROMPT_END, make_branch
 from rlax_stack.learner.packing import RowShape
 from rlax_stack.types import FinishReason, Group, Prompt, Source, Trajectory
 
@@ -256,3 +257,17 @@ def test_contexts_outside_a_trajectory_are_refused(starts):
   group = dataclasses.replace(group, trajectories=(wrong,))
   with pytest.raises(DataError, match=r'trajectory 3/0 has contexts that start at .* end at 8'):
     packing.pack_groups([group], [np.zeros(1)], row_shapes=[RowShape(16, 16)])
+
+
+def test_a_branch_is_told_by_its_own_trajectory(make_groups):
+  (group, *_) = make_groups()
+  trajectory = group.trajectories[0]
+  branch = make_branch(group, trajectory, 7, 0.5, 1.0, False)
+  trained = np.flatnonzero(trajectory.mask_t)
+  after = trajectory.tokens[len(group.prompt_tokens) : trained[-1]]
+  np.testing.assert_array_equal(branch.tokens, after)
+  np.testing.assert_array_equal(branch.target, trajectory.tokens[trained])
+  assert branch.trajectory == 7 and branch.next[-1] == NOWHERE
+  assert (branch.source == PROMPT_END).sum() == (trained[0] == len(group.prompt_tokens))
+  untrained = dataclasses.replace(trajectory, mask_t=np.zeros_like(trajectory.mask_t))
+  assert make_branch(group, untrained, 7, 0.5, 1.0, False) is None

@@ -57,7 +57,7 @@ def test_missing_and_unknown_tensors_are_refused():
 
 
 def test_assemble_stacks_layers_in_order():
-  params = assemble(CONFIG, lambda leaf, layer: np.full(leaf.shape, layer, np.float32))
+  params = assemble(CONFIG, lambda leaf, place: np.full(leaf.shape, sum(place), np.float32))
   kernel = params['layers']['q_proj']['kernel']
   assert kernel.shape == (2, 4, 4)
   np.testing.assert_array_equal(kernel[:, 0, 0], [0, 1])

@@ -1,12 +1,16 @@
 """The modules that a decoder is made of, each against its formula in numpy."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from rlax_stack.models.config import ModelConfig
-from rlax_stack.models.decoder import Decoder, DecoderLayer, Embedder, Linear, RMSNorm
+from rlax_stack.models.decoder import Decoder, DecoderLayer, Embedder, Linear
+from rlax_stack.models.experts import ExpertLinear
+from rlax_stack.models.norms import RMSNorm
 
 CONFIG = ModelConfig(
   vocab_size=11,
@@ -67,6 +71,44 @@ def test_decoder_layer_is_a_residual_around_attention_and_mlp():
   np.testing.assert_array_equal(out, x)
   assert aux == 'aux'
   assert seen == {'q': (1, 3, 2, 4), 'k': (1, 3, 1, 4), 'v': (1, 3, 1, 4)}
+
+
+def test_expert_linear_holds_a_kernel_for_each_expert():
+  kernel = np.asarray(ExpertLinear(4, 100, 50, rngs=nnx.Rngs(0)).kernel[...])
+  assert kernel.shape == (4, 50, 100)
+  assert np.abs(kernel).max() <= 0.2 and kernel.std() == pytest.approx(0.088, rel=0.05)
+
+
+@pytest.mark.parametrize('normalise', [True, False])
+def test_layer_of_experts_adds_those_that_each_token_chose(normalise):
+  config = dataclasses.replace(
+    CONFIG, num_experts=5, experts_per_token=2, moe_intermediate_size=6, norm_topk_prob=normalise
+  )
+  layer = DecoderLayer(config, rngs=nnx.Rngs(0))
+  assert not hasattr(layer, 'gate_proj')
+  x = _values(1, 8, 8)
+  out, (aux, seen) = layer(
+    x,
+    *_no_rotation(8),
+    lambda q, k, v: (jnp.zeros_like(q), 'aux'),
+    observe=lambda routing: routing.experts,
+  )
+  assert aux == 'aux'
+  names = ('gate', 'up', 'down')
+  kernels = [np.asarray(getattr(layer, f'experts_{n}').kernel[...], np.float64) for n in names]
+  h = np.asarray(x[0], np.float64)
+  h = h / np.sqrt((h**2).mean(-1, keepdims=True) + config.rms_norm_eps)
+  p = np.exp(h @ np.asarray(layer.router.kernel[...], np.float64).T)
+  p /= p.sum(-1, keepdims=True)
+  want = np.asarray(x[0], np.float64)
+  for token in range(8):
+    chosen = np.argsort(-p[token])[:2]
+    np.testing.assert_array_equal(seen[0, token], chosen)
+    for e in chosen:
+      gate, up = kernels[0][e] @ h[token], kernels[1][e] @ h[token]
+      weight = p[token, e] / (p[token, chosen].sum() if normalise else 1.0)
+      want[token] += weight * (kernels[2][e] @ (gate / (1 + np.exp(-gate)) * up))
+  np.testing.assert_allclose(out[0], want, atol=1e-5)
 
 
 def test_decoder_scans_its_layers_and_ends_in_the_norm():

@@ -10,6 +10,7 @@ import pytest
 from rlax_stack import sharding
 from rlax_stack.models import decoder, rotary
 from rlax_stack.models.config import ModelConfig, RopeScaling
+from rlax_stack.models.norms import RMSNorm, scaled_norm
 from rlax_stack.rollout.prefill import attention_rule, causal_attention
 
 _TINY = ModelConfig(
@@ -203,14 +204,14 @@ def test_embeddings_are_scaled_in_the_compute_dtype():
 def test_unit_offset_norm_is_rounded_once():
   x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 16)), jnp.bfloat16)
   scale = jnp.asarray(np.random.default_rng(1).standard_normal(16), jnp.float32)
-  norm = decoder.RMSNorm(16, 1e-6, unit_offset=True)
+  norm = RMSNorm(16, 1e-6, unit_offset=True)
   np.testing.assert_array_equal(norm.scale[...], 0)
   norm.scale[...] = scale
   wide = np.asarray(x, np.float64)
   normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
   exact = normed * (1 + np.asarray(scale.astype(jnp.bfloat16), np.float64))
   np.testing.assert_allclose(np.asarray(norm(x), np.float64), exact, rtol=2**-8)
-  got = decoder.scaled_norm(jnp.asarray(normed, jnp.float32), scale[None], unit_offset=True)
+  got = scaled_norm(jnp.asarray(normed, jnp.float32), scale[None], unit_offset=True)
   np.testing.assert_allclose(got, normed * (1 + np.asarray(scale, np.float64)), rtol=1e-6)
 
 

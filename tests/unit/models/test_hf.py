@@ -32,6 +32,8 @@ _VARIANTS = [
   {'partial_rotary_factor': 0.5, 'sliding_window': 4},
   {**_GEMMA, 'attention_soft_cap': 50.0, 'final_soft_cap': 30.0, 'query_pre_attn_scalar': 4},
   {**_GEMMA, 'qk_norm': True, 'rope_theta': 1e6, 'local_rope_theta': 1e4},
+  {'num_experts': 4, 'experts_per_token': 2, 'moe_intermediate_size': 64},
+  {'num_experts': 3, 'experts_per_token': 1, 'moe_intermediate_size': 24, 'qk_norm': True},
 ]
 
 

@@ -60,13 +60,17 @@ def test_state_has_the_documented_shapes(tiny):
 def test_results_have_room_for_what_is_recorded_alone(tiny):
   sizes = tiny.SIZES
   finish = np.full(8, 2, np.int32)
-  result = empty_result(sizes, (2, 3), finish, np.int32(7))
-  assert result.top_ids is None and result.kept_ids is None
+  result = empty_result(tiny.MODEL, sizes, (2, 3), finish, np.int32(7))
+  assert result.top_ids is None and result.kept_ids is None and result.experts is None
   assert result.versions.tolist() == [[7] * 3] * 2 and not result.valid.any()
-  recording = dataclasses.replace(sizes, max_top_log_probs=4, kept_tokens=5)
-  result = empty_result(recording, (2, 3), finish, np.int32(7))
+  recording = dataclasses.replace(sizes, max_top_log_probs=4, kept_tokens=5, record_experts=True)
+  mixture = dataclasses.replace(
+    tiny.MODEL, num_experts=4, experts_per_token=3, moe_intermediate_size=8
+  )
+  result = empty_result(mixture, recording, (2, 3), finish, np.int32(7))
   assert result.top_ids.shape == result.top_log_probs.shape == (2, 3, 4)
   assert result.kept_ids.shape == (2, 3, 5) and (result.kept_ids == -1).all()
+  assert result.experts.shape == (2, 3, 2, 3) and (result.experts == -1).all()
   assert result.finish is finish
 
 

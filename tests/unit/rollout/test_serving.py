@@ -42,6 +42,14 @@ _VARIANTS = {
     'final_soft_cap': 4.0,
   },
   'gemma3': {**_GEMMA, 'qk_norm': True, 'local_rope_theta': 50.0},
+  'mixtral': {'num_experts': 4, 'experts_per_token': 2, 'moe_intermediate_size': 24},
+  'qwen3_moe': {
+    'num_experts': 6,
+    'experts_per_token': 3,
+    'moe_intermediate_size': 16,
+    'norm_topk_prob': False,
+    'qk_norm': True,
+  },
 }
 
 
@@ -71,7 +79,7 @@ def test_layers_equal_the_plain_decoder(tiny, variant):
     layer = jnp.int32(layer)
     q, k, v = serving.project_qkv(served, config, layer, x, sin, cos)
     attended = attend(q[None], k[None], v[None], **kind)[0]
-    x = serving.finish_layer(served, config, layer, x, attended)
+    x, _ = serving.finish_layer(served, config, layer, x, attended)
   hidden = decoder.hidden_states(params, config, jnp.asarray(tokens)[None], positions[None], attend)
   want = decoder.capped(config, hidden[0] @ decoder.lm_head(params, config).T)
   got = serving.logits_of(served, config, x).T

@@ -136,7 +136,7 @@ def test_the_copy_follows_what_is_known(tiny):
   def decode(ahead):
     seen.append(ahead.rows.position)
     logits = jax.nn.one_hot(ahead.rows.token + 1, 97, axis=0, dtype=np.float32)
-    return logits, ahead.suffix_k, ahead.suffix_v
+    return logits, ahead.suffix_k, ahead.suffix_v, None
 
   known = np.full((3, slots), -1, np.int32)
   known[0, 1] = 50

@@ -8,6 +8,7 @@ the axes that it is split over.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -77,9 +78,18 @@ def make_mesh(
     raise ConfigError(
       f'the mesh needs {arithmetic} = {wanted} devices, but there are {len(found)}. {cure}.'
     )
-  return jax.make_mesh(
-    shape.sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=found
+  make = functools.partial(
+    jax.make_mesh,
+    shape.sizes,
+    MESH_AXES,
+    axis_types=(AxisType.Auto,) * len(MESH_AXES),
+    devices=found,
   )
+  try:
+    return make()
+  except NotImplementedError:
+    # An axis that is a part of one of the torus: its rings do not close, and nothing else would fit.
+    return make(allow_split_physical_axes=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,7 @@ from rlax_stack.errors import ConfigError
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.experts import ExpertKernels, ExpertLinear, Routing, apply_mixture
 from rlax_stack.models.norms import RMSNorm
+from rlax_stack.models.placement import placed_layer, placed_rows
 from rlax_stack.models.quantised import QuantisedKernel, rows_product
 from rlax_stack.models.rotary import rotate, rotation
 
@@ -236,6 +237,7 @@ class Decoder(nnx.Module):
 
     def layer(x, of_layer):
       state, inputs, sees_all, experts = of_layer
+      x, state = placed_rows(x, mesh), placed_layer(state, mesh)
       given = () if inputs is None else (inputs,)
       named = {} if sees_all is None else {'sees_all': sees_all}
       sin, cos = rotations
@@ -252,7 +254,7 @@ class Decoder(nnx.Module):
       layer = jax.checkpoint(layer, policy=remat_policy(remat), prevent_cse=False)
     of_each = (stacked, of_layers, layers_that_see_all(config), replay)
     x, aux = jax.lax.scan(layer, self.embedder(tokens, compute_dtype), of_each)
-    return self.final_norm(x), aux
+    return self.final_norm(placed_rows(x, mesh)), aux
 
 
 def layers_that_see_all(config: ModelConfig) -> jax.Array | None:

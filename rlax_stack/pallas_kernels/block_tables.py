@@ -122,19 +122,18 @@ def block_list(
   _, q_blocks, kv_blocks = kinds.shape
   if max(q_blocks, kv_blocks) > MAX_BLOCKS:
     raise ValueError(f'rows have {max(q_blocks, kv_blocks)} blocks, more than {MAX_BLOCKS}.')
-  if by_key:
-    kv_block, q_block = np.indices((kv_blocks, q_blocks), dtype=np.int32).reshape(2, -1)
-  else:
-    q_block, kv_block = np.indices((q_blocks, kv_blocks), dtype=np.int32).reshape(2, -1)
+  q_block, kv_block = np.indices((q_blocks, kv_blocks), dtype=np.int32)
+  capacity = q_blocks * kv_blocks
   if blocks is not None:
-    possible = kv_block * blocks[1] < (q_block + 1) * blocks[0]
-    q_block, kv_block = q_block[possible], kv_block[possible]
-  kind = kinds[:, q_block, kv_block].astype(jnp.int32)
+    capacity = int(np.sum(kv_block * blocks[1] < (q_block + 1) * blocks[0]))
+  kind = kinds.astype(jnp.int32).reshape(kinds.shape[0], -1)
+  q_block, kv_block = q_block.reshape(-1), kv_block.reshape(-1)
   major, minor = (kv_block, q_block) if by_key else (q_block, kv_block)
+  # All pairs are sorted, those above the diagonal too: to pick the others out first is a gather, and slower than that.
   # One sort of one integer, which tells all there is to tell of a pair: XLA compiles for TPU an argsort with the
   # gather that follows it four times as long.
   key = jnp.asarray((major << (_BLOCK_BITS + _KIND_BITS)) | (minor << _KIND_BITS))[None] | kind
-  key = lax.sort(jnp.where(kind == EMPTY, _LAST, key), dimension=1, is_stable=False)
+  key = lax.sort(jnp.where(kind == EMPTY, _LAST, key), dimension=1, is_stable=False)[:, :capacity]
   major, minor = key >> (_BLOCK_BITS + _KIND_BITS), (key >> _KIND_BITS) & (MAX_BLOCKS - 1)
   q_block, kv_block = (minor, major) if by_key else (major, minor)
   packed = (

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from rlax_stack.pallas_kernels import dispatch, fused_log_prob_tpu
-from rlax_stack.sharding import DEFAULT_RULES
+from rlax_stack.sharding import DEFAULT_RULES, sharding_for
 
 _CHUNK = 2048  # vocabulary entries per tile
 _TILE_ELEMENTS = 2**24  # of a device; 64 MiB of float32
@@ -294,6 +294,8 @@ def _score_bwd(spec, residuals, cotangents):
     d_logits = d_logits.astype(rows.hidden.dtype)
     d_hidden += jnp.einsum('nc,cd->nd', d_logits, tile.block, preferred_element_type=jnp.float32)
     d_block = jnp.einsum('nc,nd->cd', d_logits, rows.hidden, preferred_element_type=jnp.float32)
+    if spec.mesh is not None:  # each device sums its own part of the width
+      d_block = lax.with_sharding_constraint(d_block, sharding_for(spec.mesh, ('vocab', 'embed')))
     return d_hidden, lax.dynamic_update_index_in_dim(d_blocks, d_block, step, axis=1)
 
   start = (jnp.zeros(rows.hidden.shape, jnp.float32), jnp.zeros(blocks.shape, jnp.float32))

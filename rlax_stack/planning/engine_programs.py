@@ -95,7 +95,9 @@ def _bytes(
   donated: int | None = None,
 ) -> float:
   """What a compiled program holds: arguments, results that take no argument's place, and temporaries."""
-  program = jax.jit(function, donate_argnums=() if donated is None else donated)
+  # What a program does not use is on the device all the same.
+  donate = () if donated is None else donated
+  program = jax.jit(function, donate_argnums=donate, keep_unused=True)
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     memory = compiled_or_too_large(program.lower(*arguments)).memory_analysis()
   results = memory.output_size_in_bytes - memory.alias_size_in_bytes

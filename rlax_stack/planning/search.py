@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class LargestFit(NamedTuple):
-  """`value` fits and takes `used` bytes of a device; `next_used` is what the next one takes, None where none was tried."""
+  """`value` fits and takes `used` bytes of a device; `next_used`: what the next one takes, None if not tried."""
 
   value: int
   used: float

@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from rlax_stack.errors import ModelFileError
@@ -13,7 +14,7 @@ from rlax_stack.models.load import resolve_model_path
 from rlax_stack.models.shapes import SHAPES, known_shape
 from rlax_stack.planning import cost_model
 from rlax_stack.planning.compiled_counts import COLLECTIVES, CompiledCounts
-from rlax_stack.planning.cost_model import EngineBytes, StepTime
+from rlax_stack.planning.cost_model import EngineBytes, Lengths, StepTime
 from rlax_stack.planning.learner_programs import ProgramFigures
 from rlax_stack.planning.topologies import KINDS, DeviceKind
 from rlax_stack.rollout.engine import Engine
@@ -106,7 +107,8 @@ def test_a_decode_step_reads_weights_and_kv_once():
   token = 2 * 2 * 3 * 64 * 2  # keys and values of two layers, three heads, in bfloat16
   layers = cost_model.num_parameters(_SMALL) - 1000 * 576
   read = 2 * layers + 2 * 1000 * 576 + token * (2 * 64 + 8 * 16)
-  got = cost_model.decode_step_s(_SMALL, sizes, _KIND, group_size=4, itemsize=2)
+  half = Lengths(mean=32.0)
+  got = cost_model.decode_step_s(_SMALL, sizes, _KIND, group_size=4, itemsize=2, lengths=half)
   assert got == pytest.approx(read / 1e11)
 
 
@@ -115,3 +117,12 @@ def test_kinds_are_of_this_world():
     assert 10e9 < kind.hbm_bytes < 300e9 and 1e14 < kind.matmul_flops < 5e15
     # Products of a matrix that is read once wait for memory below a few hundred rows.
     assert 100 < kind.matmul_flops / kind.hbm_bytes_s < 700
+
+
+def test_spread_lengths_are_seen_by_their_longest():
+  """Against the mean over every step of every sample."""
+  assert Lengths(mean=100.0).seen == 50.0
+  sigma = np.log(8.0) / (2 * 1.6449)
+  lengths = np.random.default_rng(0).lognormal(np.log(1000) - sigma**2 / 2, sigma, 400_000)
+  own = (lengths**2 / 2).sum() / lengths.sum()
+  assert Lengths(mean=1000.0, spread=8.0).seen == pytest.approx(own, rel=0.02)

@@ -141,6 +141,8 @@ DEFAULT_RULES = LogicalRules(
     'mlp': 'tensor',
     'norm': None,
     'value': None,
+    'rank': None,
+    'blocks': None,
     # activations and batches
     'rows': ('data', 'fsdp'),
     'tokens': 'context',
@@ -173,11 +175,25 @@ _PARAM_AXES = {
 }
 
 
+# Of adapters (models/adapter.py), which lie as the kernels beside them do.
+_PARAM_AXES |= {
+  (name, part): axes
+  for (name, leaf), (layers, *sides) in tuple(_PARAM_AXES.items())
+  if leaf == 'kernel' and layers == 'layers'
+  for part, axes in {
+    'lora_a': (layers, 'rank', sides[1]),
+    'lora_b': (layers, sides[0], 'rank'),
+    'magnitude': (layers, sides[0]),
+  }.items()
+}
+
+
 def param_logical_axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:
   """Logical axes of one leaf, found by the last two dict keys of its path.
 
   Trees that mirror the parameters (optimizer moments) match as well, whatever wraps them; arrays of
-  rank 0, such as a step count, have no axes.
+  rank 0, such as a step count, have no axes. The values of a quantised kernel lie as the kernel does, and
+  so do the outputs of its scales.
 
   Args:
     path: key path as `jax.tree_util.tree_flatten_with_path` gives it.
@@ -190,6 +206,8 @@ def param_logical_axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:
     return ()
   keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
   axes = _PARAM_AXES.get(keys[-2:])
+  if axes and getattr(path[-1], 'name', None) == 'scales':
+    axes = (*axes[:-1], 'blocks')
   if axes is None or len(axes) != ndim:
     known = f'the table says {axes}' if axes else 'it is not in the table of rlax_stack/sharding.py'
     raise ConfigError(

@@ -23,7 +23,9 @@ import numpy as np
 from flax import nnx
 
 from rlax_stack.errors import ConfigError
+from rlax_stack.models.adapter import AdaptedKernel, adapted_product
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.frozen import BlockKernel
 from rlax_stack.models.quantised import QuantisedKernel, rows_product
 from rlax_stack.models.rotary import rotate, rotation
 
@@ -43,7 +45,7 @@ _REMAT_POLICIES = {
 
 
 class Linear(nnx.Module):
-  """y = x Wᵀ (+ b) with W stored [out, in], quantised or not; computes in the dtype of x.
+  """y = x Wᵀ (+ b) with W stored [out, in], quantised, adapted or neither; computes in the dtype of x.
 
   Under `jax.default_matmul_precision('highest')` the sum over `in` is taken in blocks: less rounding, and
   slower. For comparing logits, not for training.
@@ -59,15 +61,28 @@ class Linear(nnx.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     # Two-dimensional, because the kernel's gradient over two row axes at once is slower on CPU.
     flat = x.reshape(-1, x.shape[-1])
-    kernel = self.kernel.get_value()
-    if isinstance(kernel, QuantisedKernel):
-      y = rows_product(flat, kernel)
-    else:
-      y = _product(flat, kernel.astype(x.dtype))
+    y = _times_kernel(flat, self.kernel.get_value())
     y = y.reshape(*x.shape[:-1], y.shape[1])
     if self.bias is None:
       return y
     return y + self.bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def _times_kernel(x: jax.Array, kernel: Any) -> jax.Array:
+  """x [M, in] Wᵀ of a kernel of any form."""
+  if isinstance(kernel, AdaptedKernel):
+    return adapted_product(x, kernel, _times_kernel(x, kernel.base))
+  if isinstance(kernel, QuantisedKernel):
+    return rows_product(x, kernel)
+  if isinstance(kernel, BlockKernel):
+    return _block_product(x, kernel)
+  return _product(x, kernel.astype(x.dtype))
+
+
+# The weights are made again in the backward pass: kept for it, they would undo the saving.
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _block_product(x: jax.Array, kernel: BlockKernel) -> jax.Array:
+  return _product(x, kernel.dequantised(x.dtype))
 
 
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:

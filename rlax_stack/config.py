@@ -122,6 +122,17 @@ class MeshSection:
 
 
 @_frozen
+class AdapterSection:
+  """What is trained beside frozen weights, and how those are held."""
+
+  kind: str
+  rank: int
+  alpha: float
+  targets: tuple[str, ...]
+  base: str
+
+
+@_frozen
 class LearnerSection:
   """The optimizer, the packed rows and the mesh."""
 
@@ -138,6 +149,7 @@ class LearnerSection:
   micro_batch_tokens: int
   remat: str
   max_skipped_steps: int
+  adapter: AdapterSection
   mesh: MeshSection
 
 

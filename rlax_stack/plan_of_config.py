@@ -11,6 +11,7 @@ from rlax_stack import assembly
 from rlax_stack.config import RunConfig, to_plain
 from rlax_stack.learner.learner import LearnerSettings
 from rlax_stack.learner.precision import resolve_compute_dtype
+from rlax_stack.learner.scoring import weight_shapes
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.planning import cost_model, learner_programs
 from rlax_stack.planning.learner_programs import OutOfMemory, ProgramFigures, StateBytes
@@ -40,7 +41,9 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
   mesh = make_mesh(to_plain(config.learner.mesh), topology.devices)
   kept = config.rollout.kept_tokens
   batch = learner_programs.abstract_batch(model, settings, mesh, kept)
-  held = learner_programs.state_bytes(learner_programs.learner_state(model, settings, mesh), batch)
+  state = learner_programs.learner_state(model, settings, mesh)
+  frozen = learner_programs.frozen_weights(model, settings, mesh)
+  held = learner_programs.state_bytes(state, batch, *frozen)
   rows = settings.rows
   title = (
     f'{config.name} on {topology.name}: {mesh.size} devices, compiled for {topology.compiled_for}; rows of '
@@ -49,7 +52,7 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
   capacity = topology.kind.hbm_bytes
   sizes = assembly.engine_sizes(config)
   itemsize = jnp.dtype(dtype).itemsize
-  engine = _engine_lines(config, model, sizes, topology, itemsize)
+  engine = _engine_lines(config, model, sizes, topology, itemsize, frozen)
   try:
     train = learner_programs.train_figures(model, settings, mesh, kept)
     score = learner_programs.score_figures(model, settings, mesh, kept)
@@ -151,7 +154,8 @@ def _work_lines(train: ProgramFigures, needed: float) -> tuple[Line, ...]:
 def _state_lines(held: StateBytes, capacity: float) -> tuple[Line, ...]:
   return (
     Line('capacity', gib(capacity), "the maker's"),
-    Line('parameters', gib(held.parameters), _COUNTED),
+    Line('trained parameters', gib(held.parameters), _COUNTED),
+    *([Line('frozen weights', gib(held.frozen), _COUNTED)] if held.frozen else []),
     Line('optimizer', gib(held.optimizer), _COUNTED),
     Line('critic, averages and the like', gib(held.others), _COUNTED),
     Line('batch', gib(held.batch), _COUNTED),
@@ -164,23 +168,35 @@ def _needed_flops(config: RunConfig, model: ModelConfig) -> float:
   prompt, sample = rollout.max_prompt_tokens, rollout.max_tokens
   pairs = prompt**2 / 2 + group * sample * (prompt + sample / 2)
   return groups * cost_model.model_flops(
-    model, tokens=prompt + group * sample, targets=group * sample, pairs=pairs
+    model,
+    tokens=prompt + group * sample,
+    targets=group * sample,
+    pairs=pairs,
+    weight_gradients=config.learner.adapter.kind == 'none',
   )
 
 
 def _engine_lines(
-  config: RunConfig, model: ModelConfig, sizes: EngineConfig, topology: Topology, itemsize: int
+  config: RunConfig,
+  model: ModelConfig,
+  sizes: EngineConfig,
+  topology: Topology,
+  itemsize: int,
+  frozen: tuple[Any, ...],
 ) -> tuple[Line, ...]:
   held, capacity = cost_model.engine_bytes(model, sizes, itemsize), topology.kind.hbm_bytes
+  base = learner_programs.whole_bytes(frozen)
   step = cost_model.decode_step_s(
     model, sizes, topology.kind, group_size=config.rollout.group_size, itemsize=itemsize
   )
-  fits = 'fits one device' if held.total <= capacity else 'DOES NOT FIT one device'
+  total = held.total + base
+  fits = 'fits one device' if total <= capacity else 'DOES NOT FIT one device'
   return (
     Line('weights, for prefill and decode', gib(held.weights), _COUNTED),
     Line('KV of prompts', gib(held.prefix_kv), _COUNTED),
     Line('KV of samples', gib(held.suffix_kv), _COUNTED),
-    Line('an engine in all', gib(held.total), f'{_COUNTED}: {fits}'),
+    *([Line('frozen weights, to merge adapters into', gib(base), _COUNTED)] if frozen else []),
+    Line('an engine in all', gib(total), f'{_COUNTED}: {fits}'),
     Line('decode step of full slots', seconds(step), f"{_MODELLED}: reads at the maker's rate"),
     Line('tokens of a worker', f'{sizes.slots / step:.4g} /s', _MODELLED),
   )
@@ -201,9 +217,10 @@ def _fleet_lines(
     model, sizes, topology.kind, group_size=rollout.group_size, itemsize=itemsize
   )
   workers = sampled / step_s * decode / sizes.slots
-  weights = cost_model.num_parameters(model) * itemsize
+  trained, frozen = weight_shapes(model, settings.forward)
+  weights = learner_programs.whole_bytes(trained) * (1.0 if frozen else itemsize / 4)
   lines = [
-    Line('weights on the wire', gib(weights), _COUNTED),
+    Line('adapter on the wire' if frozen else 'weights on the wire', gib(weights), _COUNTED),
     Line(
       'time to publish them',
       seconds(weights / dcn_bytes_s),
@@ -228,7 +245,7 @@ def _fleet_lines(
 
 def _cure(held: StateBytes, capacity: float) -> dict[str, Any]:
   """Which knob to turn."""
-  if held.parameters + held.optimizer + held.others > capacity:
+  if held.state > capacity:
     return {'cure': 'the state alone exceeds a device: raise config.learner.mesh.fsdp or tensor'}
   return {
     'cure': 'the state fits, the rows do not: lower config.learner.micro_batch_tokens or row_length, set '
@@ -238,6 +255,5 @@ def _cure(held: StateBytes, capacity: float) -> dict[str, Any]:
 
 def _misfit(held: StateBytes, capacity: float, reason: str) -> dict[str, Any]:
   """The summary where the compiler gave up."""
-  state = held.parameters + held.optimizer + held.others
-  fraction = min(0.0, round(1 - state / capacity, 4))
+  fraction = min(0.0, round(1 - held.state / capacity, 4))
   return {'fits': False, 'hbm_free_fraction': fraction, 'reason': reason} | _cure(held, capacity)

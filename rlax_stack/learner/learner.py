@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rlax_stack.errors import NonFiniteError
 from rlax_stack.learner import critic as critics
 from rlax_stack.learner import packing
+from rlax_stack.learner.adapter_identity import identity_of
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
 from rlax_stack.learner.row_plan import RowPlan
 from rlax_stack.learner.scoring import (
@@ -163,6 +164,12 @@ class Learner:
   def frozen(self) -> tuple[Any, ...]:
     """The weights under the adapter, as programs take them after their other arguments; () without one."""
     return self._frozen
+
+  @functools.cached_property
+  def adapter_identity(self) -> dict[str, Any] | None:
+    """What a checkpoint says of the adapter and of the weights under it, a JSON object; None without one."""
+    adapter = self._settings.forward.adapter
+    return None if adapter is None else identity_of(adapter, self._frozen[0])
 
   def snapshot(self, dtype: Any = jnp.float32) -> Any:
     """A copy of `params` in `dtype`, with their shardings, that outlives the next `train`."""

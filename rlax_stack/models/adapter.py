@@ -242,7 +242,9 @@ def _merged(kernel: Any, parts: Any, scale: float) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=('scale', 'dtype'))
 def _merged_layers(kernel: Any, parts: Any, scale: float, dtype: Any) -> jax.Array:
-  return jax.lax.map(lambda layer: _merged(*layer, scale).astype(dtype), (kernel, parts))
+  return jax.lax.map(
+    lambda layer: _merged(layer[0], layer[1], scale).astype(dtype), (kernel, parts)
+  )
 
 
 @functools.partial(jax.jit, static_argnames='dtype')

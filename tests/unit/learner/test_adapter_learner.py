@@ -3,12 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rlax_stack.learner.checkpoint import Checkpointer
-from rlax_stack.learner.scoring import weight_shapes
-from rlax_stack.models.adapter import AdapterSettings, merge
+from rlax_stack.learner.gradient_norms import squared_gradient_norms
+from rlax_stack.learner.scoring import micro_batch, target_log_probs, weight_shapes
+from rlax_stack.models.adapter import AdapterSettings, merge, model_weights
 from rlax_stack.models.frozen import freeze
 from rlax_stack.objectives.objective import resolve
 from rlax_stack.sharding import param_shardings
@@ -118,3 +120,44 @@ def test_weights_that_are_frozen_already_are_taken_as_they_are(make, tiny_params
   adapter = dataclasses.replace(SETTINGS, base='int8')
   base = freeze(tiny_params, 'int8')
   jax.tree.map(np.testing.assert_array_equal, make(adapter, params=base).frozen, (base,))
+
+
+def test_a_critic_on_the_policy_and_averaged_weights_go_with_an_adapter(
+  make_critic_learner, settings, make_groups
+):
+  boxes = {'ratio': 'token(base="ema", decay=0.5)', 'trust_region': 'none'}
+  learner = make_critic_learner(
+    'shared_trunk', boxes=boxes, forward=dataclasses.replace(settings.forward, adapter=SETTINGS)
+  )
+  before, batch = learner.snapshot(), make_groups()
+  metrics = learner.train(batch).result()
+  assert metrics['critic_grad_norm'] > 0 and metrics['grad_norm'] > 0
+  assert metrics['skipped'] == 0 and list(learner.state.critic['params']) == ['value_head']
+  # Weights of two updates, the older one weighing half.
+  want = jax.tree.map(lambda old, new: (0.5 * old + new) / 1.5, before, learner.params)
+  got = learner.state.average['params']
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, want)
+
+
+def test_gradient_norms_are_those_of_the_adapter(make, tiny, settings, make_groups):
+  learner, groups = make(), make_groups(sizes=(2,), prompt_lengths=(3,))
+  forward = dataclasses.replace(settings.forward, adapter=SETTINGS)
+  batch, num_micro = learner._place(learner._pack_to_train(groups))
+  (frozen,) = learner.frozen
+  norms = jax.jit(
+    lambda p, base: squared_gradient_norms(p, tiny, batch, num_micro, forward, None, base)
+  )(learner.params, frozen)
+  rows = micro_batch(batch, 0)
+  ids, mask = np.asarray(rows.trajectory_t), np.asarray(rows.mask_t)
+
+  @jax.jit
+  @jax.grad
+  def gradient(adapter, mine):
+    model = model_weights(SETTINGS, adapter, frozen)
+    return jnp.sum(target_log_probs(model, tiny, rows, forward).log_prob * mine)
+
+  for trajectory in (0, 1):
+    mine = mask & (ids == trajectory)
+    found = gradient(learner.params, mine.astype(np.float32))
+    want = sum(float((np.asarray(x, np.float64) ** 2).sum()) for x in jax.tree.leaves(found))
+    np.testing.assert_allclose(np.asarray(norms)[0][mine], want, rtol=1e-4)

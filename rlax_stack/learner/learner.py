@@ -103,8 +103,9 @@ class Learner:
     trained = params
     if adapter:
       base = freeze(params, adapter.base)
+      base = jax.device_put(base, param_shardings(base, mesh))
       trained = jax.jit(functools.partial(init_adapter, config, adapter))(base)
-      self._frozen = (jax.device_put(base, param_shardings(base, mesh)),)
+      self._frozen = (base,)
     self._state = init_state(
       trained,
       self._optimizer,

@@ -67,16 +67,22 @@ def freeze(params: Any, precision: str) -> Any:
   Args:
     params: the tree of models/decoder.py, any float dtype; kernels may be BlockKernels.
     precision: see PRECISIONS.
+
+  Raises:
+    ValueError: integers of another precision.
   """
-  if precision == 'float32':
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+  integers = PRECISIONS[precision]
 
   def one(path, leaf):
-    if isinstance(leaf, BlockKernel):
+    if is_block_kernel(leaf):
+      if integers is None or leaf.values.dtype != integers[0]:
+        raise ValueError(
+          f'weights are {leaf.values.dtype} already, and cannot be made {precision}.'
+        )
       return leaf
-    if PRECISIONS[precision] and path[0].key == 'layers' and path[-1].key == 'kernel':
+    if integers and path[0].key == 'layers' and path[-1].key == 'kernel':
       return _quantise_layers(leaf, precision)
-    return jnp.asarray(leaf, jnp.bfloat16)
+    return jnp.asarray(leaf, jnp.float32 if precision == 'float32' else jnp.bfloat16)
 
   return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_block_kernel)
 

@@ -84,5 +84,8 @@ def test_layers_are_rounded_and_the_rest_is_bfloat16():
     dtype = jnp.float32 if precision == 'float32' else jnp.bfloat16
     assert frozen['embedder']['embedding'].dtype == frozen['final_norm']['scale'].dtype == dtype
   assert errors['float32'] == 0
+  for precision in ('float32', 'int8'):
+    with pytest.raises(ValueError, match=f'are int4 already, and cannot be made {precision}'):
+      freeze(freeze(params, 'int4'), precision)
   # A step of int4 is a third of the weights' deviation: a tenth of error in each product, of int8 a hundredth.
   assert 0 < errors['int8'] < 0.03 and errors['int8'] < errors['int4'] < 0.35

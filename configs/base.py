@@ -106,6 +106,12 @@ def get_config():
   config.learner.max_skipped_steps = 5  # non-finite steps in a row that stop the run
   config.learner.router_aux_coef = 0.0  # experts: load balance; costs one more forward pass
   config.learner.router_z_coef = 0.0  # experts: mean squared log-sum-exp of router logits
+  config.learner.adapter = ConfigDict()  # a few numbers trained beside frozen weights
+  config.learner.adapter.kind = 'none'  # none | lora | rslora | dora | miss; docs/adapters.md
+  config.learner.adapter.rank = 16  # of the change of a kernel
+  config.learner.adapter.alpha = 32.0  # change times alpha/rank (rslora: alpha/√rank; miss: 1)
+  config.learner.adapter.targets = ('*_proj/kernel',)  # globs over kernels: ('*/[qv]_proj/*',)
+  config.learner.adapter.base = 'float32'  # frozen weights: float32 | bfloat16 | int8 | int4
   config.learner.mesh = ConfigDict()  # devices along each axis; their product is the devices used
   config.learner.mesh.data = 1  # replicas
   config.learner.mesh.fsdp = 1  # parameters and rows sharded

@@ -5,7 +5,7 @@ Nothing here decides anything: values come from the config, the order of calls i
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,8 @@ from rlax_stack.learner.optimizer import OptimizerSettings
 from rlax_stack.learner.precision import resolve_compute_dtype
 from rlax_stack.learner.row_plan import plan_rows
 from rlax_stack.learner.scoring import ForwardSettings
+from rlax_stack.models.adapter import AdapterSettings, adapted_leaves, merge
+from rlax_stack.models.frozen import freeze
 from rlax_stack.models.load import LoadedModel, load_model
 from rlax_stack.objective_rules import resolve_objective
 from rlax_stack.objectives.router import RouterLoss
@@ -111,6 +113,36 @@ def load_checked_model(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]
   return model
 
 
+def adapter_settings(config: RunConfig) -> AdapterSettings | None:
+  """The adapter that the config trains; None where it trains all weights."""
+  section = config.learner.adapter
+  if section.kind == 'none':
+    return None
+  return AdapterSettings(
+    kind=section.kind,
+    rank=section.rank,
+    alpha=section.alpha,
+    targets=section.targets,
+    base=section.base,
+    seed=config.seed,
+  )
+
+
+def with_frozen_weights(config: RunConfig, model: LoadedModel) -> LoadedModel:
+  """The model with its weights as an adapter has them under it, for learner and worker to share.
+
+  Without an adapter it stays as it is.
+
+  Raises:
+    ConfigError: targets or a rank that the model has no place for.
+  """
+  adapter = adapter_settings(config)
+  if adapter is None:
+    return model
+  adapted_leaves(model.config, adapter)
+  return dataclasses.replace(model, params=freeze(model.params, adapter.base))
+
+
 def _limits(config: RunConfig) -> Limits:
   return make_strategy(config.rollout.strategy).limits(config.rollout.max_tokens)
 
@@ -162,6 +194,7 @@ def learner_settings(config: RunConfig, compute_dtype: Any) -> LearnerSettings:
       remat=section.remat,
       temperature=config.rollout.temperature,
       kernels=config.model.kernels,
+      adapter=adapter_settings(config),
     ),
     objective=objective,
     optimizer=_optimizer_settings(section, config.steps, critic.pretrain_updates if critic else 0),
@@ -276,8 +309,20 @@ def make_worker(config: RunConfig, model: LoadedModel, chain: RewardChain) -> Ro
     score=chain.score,
     sampling=train_sampling(config, model.tokenizer.stop_token_ids),
     strategy=make_strategy(config.rollout.strategy),
+    merge=_merging(config, model),
     answers=None if drafts == 'none' else AnswerStore(coupled=drafts == 'coupled'),
   )
+
+
+def _merging(config: RunConfig, model: LoadedModel) -> Callable[[Any], Any] | None:
+  """Makes the weights to serve of a published adapter; None where whole weights are published."""
+  adapter = adapter_settings(config)
+  if adapter is None:
+    return None
+  dtype, device = resolve_compute_dtype(config.model.compute_dtype), jax.local_devices()[0]
+  base = jax.device_put(freeze(model.params, adapter.base), device)
+  # The learner may shard the adapter over devices; an engine decodes on one.
+  return lambda published: merge(jax.device_put(published, device), base, adapter, dtype)
 
 
 def held_out_groups(

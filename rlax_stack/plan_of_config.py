@@ -4,7 +4,7 @@ need.
 
 import dataclasses
 import resource
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 
@@ -12,6 +12,7 @@ from rlax_stack import assembly
 from rlax_stack.config import RunConfig, to_plain
 from rlax_stack.learner.learner import LearnerSettings
 from rlax_stack.learner.precision import resolve_compute_dtype
+from rlax_stack.learner.scoring import weight_shapes
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.planning import cost_model, learner_programs
 from rlax_stack.planning.cost_model import Lengths
@@ -43,7 +44,9 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
   mesh = make_mesh(to_plain(config.learner.mesh), topology.devices)
   kept = config.rollout.kept_tokens
   batch = learner_programs.abstract_batch(model, settings, mesh, kept)
-  held = learner_programs.state_bytes(learner_programs.learner_state(model, settings, mesh), batch)
+  state = learner_programs.learner_state(model, settings, mesh)
+  frozen = learner_programs.frozen_weights(model, settings, mesh)
+  held = learner_programs.state_bytes(state, batch, *frozen)
   rows = settings.rows
   title = (
     f'{config.name} on {topology.name}: {mesh.size} devices, compiled for {topology.compiled_for}; rows of '
@@ -54,13 +57,15 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
     figures = engine_figures(model, assembly.engine_sizes(config, dtype=dtype), topology.devices[0])
   except OutOfMemory:
     figures = None
-  engine = _engine_lines(config, model, topology, jnp.dtype(dtype).itemsize, figures)
+  engine = _engine_lines(config, model, topology, jnp.dtype(dtype).itemsize, figures, frozen)
   try:
     train = learner_programs.train_figures(model, settings, mesh, kept)
     score = learner_programs.score_figures(model, settings, mesh, kept)
   except OutOfMemory as error:
     sections = (('memory of a device', _state_lines(held, capacity)), ('rollout', engine))
-    return Report(title=title, sections=sections, summary=_misfit(held, capacity, str(error)))
+    summary = _misfit(held, capacity, str(error))
+    report = Report(title=title, sections=sections, summary=summary)
+    return _with_engine(report, figures, capacity)
   report = _report(title, config, model, settings, topology, held, train, score, engine)
   report = _with_engine(report, figures, capacity)
   if not (config.plan.search and report.summary['fits']):
@@ -173,7 +178,8 @@ def _work_lines(train: ProgramFigures, needed: float) -> tuple[Line, ...]:
 def _state_lines(held: StateBytes, capacity: float) -> tuple[Line, ...]:
   return (
     Line('capacity', gib(capacity), "the maker's"),
-    Line('parameters', gib(held.parameters), _COUNTED),
+    Line('trained parameters', gib(held.parameters), _COUNTED),
+    *([Line('frozen weights', gib(held.frozen), _COUNTED)] if held.frozen else []),
     Line('optimizer', gib(held.optimizer), _COUNTED),
     Line('critic, averages and the like', gib(held.others), _COUNTED),
     Line('batch', gib(held.batch), _COUNTED),
@@ -186,7 +192,11 @@ def _needed_flops(config: RunConfig, model: ModelConfig) -> float:
   prompt, sample = rollout.max_prompt_tokens, rollout.max_tokens
   pairs = prompt**2 / 2 + group * sample * (prompt + sample / 2)
   return groups * cost_model.model_flops(
-    model, tokens=prompt + group * sample, targets=group * sample, pairs=pairs
+    model,
+    tokens=prompt + group * sample,
+    targets=group * sample,
+    pairs=pairs,
+    weight_gradients=config.learner.adapter.kind == 'none',
   )
 
 
@@ -215,10 +225,12 @@ def _engine_lines(
   topology: Topology,
   itemsize: int,
   figures: EngineFigures | None,
+  frozen: tuple[Any, ...],
 ) -> tuple[Line, ...]:
   """Of one engine on one device; `figures` is None where its programs do not fit."""
   sizes, capacity = assembly.engine_sizes(config), topology.kind.hbm_bytes
   held = cost_model.engine_bytes(model, sizes, itemsize)
+  base = learner_programs.whole_bytes(frozen)
   step = _decode_step_s(config, model, topology, itemsize)
   if figures is None:
     programs = (Line('decode and prefill', 'DO NOT FIT', f'{_COMPILED}: {_ENGINE_CURE}'),)
@@ -233,7 +245,12 @@ def _engine_lines(
     Line('weights, for prefill and decode', gib(held.weights), _COUNTED),
     Line('KV of prompts', gib(held.prefix_kv), _COUNTED),
     Line('KV of samples', gib(held.suffix_kv), _COUNTED),
-    Line('an engine in all', gib(held.total), f'{_COUNTED}: {_fit(held.total, capacity)}'),
+    *([Line('frozen weights, to merge adapters into', gib(base), _COUNTED)] if frozen else []),
+    Line(
+      'an engine in all',
+      gib(held.total + base),
+      f'{_COUNTED}: {_fit(held.total + base, capacity)}',
+    ),
     *programs,
     Line('decode step of full slots', seconds(step), f"{_MODELLED}: reads at the maker's rate"),
     Line('tokens of a worker', f'{sizes.slots / step:.4g} /s', _MODELLED),
@@ -262,9 +279,10 @@ def _fleet_lines(
   sampled = rollout.groups_per_step * rollout.group_size * lengths.mean
   decode = _decode_step_s(config, model, topology, itemsize)
   workers = sampled / step_s * decode / rollout.slots
-  weights = cost_model.num_parameters(model) * itemsize
+  trained, frozen = weight_shapes(model, settings.forward)
+  weights = learner_programs.whole_bytes(trained) * (1.0 if frozen else itemsize / 4)
   lines = [
-    Line('weights on the wire', gib(weights), _COUNTED),
+    Line('adapter on the wire' if frozen else 'weights on the wire', gib(weights), _COUNTED),
     Line(
       'time to publish them',
       seconds(weights / dcn_bytes_s),
@@ -304,9 +322,9 @@ def _searched_lines(
 
   def used_by(row_length: int, tokens: int) -> float | None:
     learner = dataclasses.replace(
-      config.learner, row_length=row_length, micro_batch_tokens=max(tokens, row_length)
+      cast(Any, config.learner), row_length=row_length, micro_batch_tokens=max(tokens, row_length)
     )
-    changed = dataclasses.replace(config, learner=learner)
+    changed = dataclasses.replace(cast(Any, config), learner=learner)
     settings = assembly.learner_settings(changed, dtype)
     mesh = make_mesh(to_plain(learner.mesh), topology.devices)
     try:
@@ -337,7 +355,7 @@ def _found(name: str, fit: LargestFit) -> Line:
 
 def _cure(held: StateBytes, capacity: float) -> dict[str, Any]:
   """Which knob to turn."""
-  if held.parameters + held.optimizer + held.others > capacity:
+  if held.state > capacity:
     return {'cure': 'the state alone exceeds a device: raise config.learner.mesh.fsdp or tensor'}
   return {
     'cure': 'the state fits, the rows do not: lower config.learner.micro_batch_tokens or row_length, set '
@@ -347,6 +365,5 @@ def _cure(held: StateBytes, capacity: float) -> dict[str, Any]:
 
 def _misfit(held: StateBytes, capacity: float, reason: str) -> dict[str, Any]:
   """The summary where the compiler gave up."""
-  state = held.parameters + held.optimizer + held.others
-  fraction = min(0.0, round(1 - state / capacity, 4))
+  fraction = min(0.0, round(1 - held.state / capacity, 4))
   return {'fits': False, 'hbm_free_fraction': fraction, 'reason': reason} | _cure(held, capacity)

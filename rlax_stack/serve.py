@@ -13,6 +13,7 @@ if __name__ == '__main__':  # before anything large is imported
 
 import asyncio
 import contextlib
+import functools
 import os
 import pathlib
 import signal
@@ -26,8 +27,9 @@ from rlax_stack import assembly, command_line, sources
 from rlax_stack.compile_cache import enable_compile_cache
 from rlax_stack.config import RunConfig
 from rlax_stack.errors import CheckpointError, ConfigError
-from rlax_stack.learner.checkpoint import load_checkpoint_params, newest_step
-from rlax_stack.models.load import LoadedModel
+from rlax_stack.learner.checkpoint import newest_step
+from rlax_stack.models.load import LoadedModel, load_model
+from rlax_stack.trained_weights import trained_weights
 
 
 def make_endpoint(
@@ -83,7 +85,7 @@ def _load(config: RunConfig, checkpoint: str | None) -> tuple[LoadedModel, Any, 
     return model, model.params, 0
   directory = checkpoint_directory(checkpoint)
   version = newest_step(directory)
-  return model, load_checkpoint_params(directory, version), version
+  return model, trained_weights(directory, lambda: model.params, version), version
 
 
 def _endpoint_module() -> Any:
@@ -117,9 +119,17 @@ async def _run(
 
 
 async def follow_checkpoints(
-  bridge: Any, directory: pathlib.Path, version: int, *, every_s: float
+  bridge: Any,
+  directory: pathlib.Path,
+  version: int,
+  *,
+  load_model_params: Callable[[], Any],
+  every_s: float,
 ) -> None:
-  """Gives `bridge` (serving/bridge.py) every checkpoint of `directory` that is newer than `version`; for ever."""
+  """Gives `bridge` (serving/bridge.py) every checkpoint of `directory` that is newer than `version`; for ever.
+
+  `load_model_params` gives what an adapter belongs to.
+  """
   while True:
     await asyncio.sleep(every_s)
     names = (path.name for path in directory.glob('*'))
@@ -128,7 +138,8 @@ async def follow_checkpoints(
     try:
       step = await asyncio.to_thread(newest_step, directory)  # which may not be committed yet
       if step > version:
-        bridge.swap_params(await asyncio.to_thread(load_checkpoint_params, directory, step), step)
+        read = functools.partial(trained_weights, directory, load_model_params, step)
+        bridge.swap_params(await asyncio.to_thread(read), step)
         version = step
     except CheckpointError as error:  # it may have been removed while it was read
       logging.warning('No newer weights: %s', error)
@@ -149,7 +160,14 @@ def main(argv: Sequence[str]) -> int:
   following = None
   if section.follow_s:  # make_endpoint has refused it without a checkpoint
     directory = checkpoint_directory(str(checkpoint))
-    following = follow_checkpoints(endpoint.bridge, directory, version, every_s=section.follow_s)
+    following = follow_checkpoints(
+      endpoint.bridge,
+      directory,
+      version,
+      # Held from the first adapter on; whole weights never ask for it.
+      load_model_params=functools.cache(lambda: load_model(config.model.path).params),
+      every_s=section.follow_s,
+    )
 
   def ready(port: int) -> None:
     host = f'[{section.host}]' if ':' in section.host else section.host

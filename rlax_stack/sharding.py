@@ -8,12 +8,12 @@ the axes that it is split over.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlax_stack.errors import ConfigError
@@ -78,18 +78,13 @@ def make_mesh(
     raise ConfigError(
       f'the mesh needs {arithmetic} = {wanted} devices, but there are {len(found)}. {cure}.'
     )
-  make = functools.partial(
-    jax.make_mesh,
-    shape.sizes,
-    MESH_AXES,
-    axis_types=(AxisType.Auto,) * len(MESH_AXES),
-    devices=found,
-  )
+  types = (AxisType.Auto,) * len(MESH_AXES)
   try:
-    return make()
+    return jax.make_mesh(shape.sizes, MESH_AXES, axis_types=types, devices=found)
   except NotImplementedError:
     # An axis that is a part of one of the torus: its rings do not close, and nothing else would fit.
-    return make(allow_split_physical_axes=True)
+    placed = mesh_utils.create_device_mesh(shape.sizes, found, allow_split_physical_axes=True)
+    return Mesh(placed, MESH_AXES, axis_types=types)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +147,8 @@ DEFAULT_RULES = LogicalRules(
     'experts': 'expert',
     'norm': None,
     'value': None,
+    'rank': None,
+    'blocks': None,
     # activations and batches
     'rows': ('data', 'fsdp'),
     'tokens': 'context',
@@ -188,11 +185,25 @@ _PARAM_AXES = {
 }
 
 
+# Of adapters (models/adapter.py), which lie as the kernels beside them do.
+_PARAM_AXES |= {
+  (name, part): axes
+  for (name, leaf), (layers, *sides) in tuple(_PARAM_AXES.items())
+  if leaf == 'kernel' and layers == 'layers'
+  for part, axes in {
+    'lora_a': (layers, 'rank', sides[1]),
+    'lora_b': (layers, sides[0], 'rank'),
+    'magnitude': (layers, sides[0]),
+  }.items()
+}
+
+
 def param_logical_axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:
   """Logical axes of one leaf, found by the last two dict keys of its path.
 
   Trees that mirror the parameters (optimizer moments) match as well, whatever wraps them; arrays of
-  rank 0, such as a step count, have no axes.
+  rank 0, such as a step count, have no axes. The values of a quantised kernel lie as the kernel does, and
+  so do the outputs of its scales.
 
   Args:
     path: key path as `jax.tree_util.tree_flatten_with_path` gives it.
@@ -205,6 +216,8 @@ def param_logical_axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:
     return ()
   keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
   axes = _PARAM_AXES.get(keys[-2:])
+  if axes and getattr(path[-1], 'name', None) == 'scales':
+    axes = (*axes[:-1], 'blocks')
   if axes is None or len(axes) != ndim:
     known = f'the table says {axes}' if axes else 'it is not in the table of rlax_stack/sharding.py'
     raise ConfigError(

@@ -204,6 +204,8 @@ class TrainLoop:
       'account': dataclasses.asdict(self.account),
       'objective': parts.learner.host_state,
     }
+    if parts.learner.adapter_identity is not None:
+      extras['adapter'] = parts.learner.adapter_identity
     parts.checkpointer.save(version, parts.learner.state, extras)
     self._saved_at = version
 

@@ -207,6 +207,15 @@ def load_checkpoint_params(directory: str | pathlib.Path, step: int | None = Non
   return params
 
 
+def load_checkpoint_extras(directory: str | pathlib.Path, step: int) -> dict[str, Any]:
+  """What a committed step says beside its arrays; CheckpointError where it is not there or cannot be read."""
+  commit = _commit(pathlib.Path(directory).absolute(), step)
+  try:
+    return json.loads((commit / 'document' / 'metadata').read_text())['extras']
+  except (OSError, ValueError, KeyError) as error:
+    raise CheckpointError(f'{commit} cannot be read: {error}') from error
+
+
 def newest_step(directory: str | pathlib.Path) -> int:
   """The newest committed step in the directory of a `Checkpointer`; CheckpointError where there is none."""
   return int(_commit(pathlib.Path(directory).absolute(), None).name)

@@ -18,8 +18,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlax_stack.errors import ConfigError
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
-from rlax_stack.learner.scoring import ForwardSettings, micro_batch, row_states, rows_sharding
+from rlax_stack.learner.scoring import (
+  ForwardSettings,
+  micro_batch,
+  row_states,
+  rows_sharding,
+  weight_shapes,
+)
 from rlax_stack.models import decoder
+from rlax_stack.models.adapter import model_weights
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.objectives.critics.networks import CriticSettings
 from rlax_stack.sharding import param_shardings
@@ -44,14 +51,22 @@ def init_params(critic: CriticSettings, params: Any) -> Any:
   return jax.tree.map(jnp.copy, trunk) | {'value_head': head}
 
 
-def make_state(critic: CriticSettings | None, optimizer: OptimizerSettings) -> Callable[[Any], Any]:
-  """Function (policy's parameters) -> what `LearnerState.critic` holds: {} without a critic."""
+def make_state(
+  critic: CriticSettings | None, optimizer: OptimizerSettings, policy: Any = None
+) -> Callable[[Any], Any]:
+  """Function (what is trained) -> what `LearnerState.critic` holds: {} without a critic.
+
+  Args:
+    critic: see CriticSettings.
+    optimizer: of the policy.
+    policy: shapes of the whole model, where an adapter is trained; a critic that is not shared needs arrays.
+  """
   if critic is None:
     return lambda params: {}
   transform = make_optimizer(critic_optimizer(critic, optimizer))
 
   def make(params):
-    fresh = init_params(critic, params)
+    fresh = init_params(critic, params if policy is None else policy)
     return {'params': fresh, 'opt_state': transform.init(fresh)}
 
   return make
@@ -119,14 +134,17 @@ def values_after(value: jax.Array, rows: PackedBatch) -> jax.Array:
 @functools.lru_cache(maxsize=8)
 def make_value_score(
   config: ModelConfig, mesh: Mesh, forward: ForwardSettings, critic: CriticSettings
-) -> Callable[[Any, Any, PackedBatch, jax.Array], tuple[jax.Array, jax.Array]]:
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
   """Values of a batch, compiled at the first call and shared by equal arguments.
 
   Returns: function (policy's params, critic's params, batch [M, rows, ...], num_micro int32 scalar)
-    -> (value_t, next_value_t), float32 [M, rows, N], 0 in micro-batches from num_micro on.
+    -> (value_t, next_value_t), float32 [M, rows, N], 0 in micro-batches from num_micro on. With an adapter
+    the policy's params are the adapter, and the frozen weights are a fifth argument.
   """
 
-  def score(params, critic_params, batch, num_micro):
+  def score(params, critic_params, batch, num_micro, *frozen):
+    params = model_weights(forward.adapter, params, *frozen)
+
     def body(index, total):
       rows = micro_batch(batch, index)
       hidden = row_states(params, config, rows, forward, mesh) if critic.shared else None
@@ -137,11 +155,11 @@ def make_value_score(
     zeros = jnp.zeros(batch.mask_t.shape, jnp.float32)
     return jax.lax.fori_loop(0, num_micro, body, (zeros, zeros))
 
-  policy = decoder.abstract_params(config)
-  own = jax.eval_shape(functools.partial(init_params, critic), policy)
-  shardings = param_shardings(policy, mesh), param_shardings(own, mesh)
+  own = jax.eval_shape(functools.partial(init_params, critic), decoder.abstract_params(config))
+  trained, frozen = weight_shapes(config, forward)
+  trained, own, frozen = param_shardings((trained, own, frozen), mesh)
   rows, replicated = rows_sharding(mesh), NamedSharding(mesh, PartitionSpec())
-  return jax.jit(score, in_shardings=(*shardings, rows, replicated), out_shardings=rows)
+  return jax.jit(score, in_shardings=(trained, own, rows, replicated, *frozen), out_shardings=rows)
 
 
 def updated(

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rlax_stack.errors import ConfigError, DataError, NonFiniteError
 from rlax_stack.learner import critic as critics
 from rlax_stack.learner import packing
+from rlax_stack.learner.adapter_identity import identity_of
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
 from rlax_stack.learner.row_plan import RowPlan
 from rlax_stack.learner.scoring import (
@@ -29,11 +30,15 @@ from rlax_stack.learner.scoring import (
 )
 from rlax_stack.learner.state import LearnerState, abstract_state, init_state
 from rlax_stack.learner.train_step import make_train_step
+from rlax_stack.models import decoder
+from rlax_stack.models.adapter import init_adapter
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.frozen import freeze
 from rlax_stack.objectives import reward_batch
 from rlax_stack.objectives.host import advantages_of
 from rlax_stack.objectives.objective import Objective
 from rlax_stack.objectives.router import NO_ROUTER_LOSS, RouterLoss
+from rlax_stack.sharding import param_shardings
 from rlax_stack.types import Group, PackedBatch
 
 _ANCHORED = {'anchor', 'host_scores'}  # tags of boxes that need the starting weights
@@ -80,7 +85,8 @@ class Learner:
   Args:
     config: shape of the model.
     params: nested dict of arrays; copied. Where the objective has an anchor they are it too, for
-      ever: restore a checkpoint with `restore`, not by passing its weights here.
+      ever: restore a checkpoint with `restore`, not by passing its weights here. Under an adapter they are
+      frozen and only placed; they may be in that form already (`frozen.freeze`).
     settings: see LearnerSettings.
     mesh: from `sharding.make_mesh`.
   """
@@ -93,9 +99,18 @@ class Learner:
     self._objective = settings.objective
     self._averaged = self._objective.average_decay is not None
     self._critic = settings.objective.critic_settings
-    self._make_critic_state = critics.make_state(self._critic, settings.optimizer)
+    adapter = settings.forward.adapter
+    policy = decoder.abstract_params(config) if adapter else None
+    self._make_critic_state = critics.make_state(self._critic, settings.optimizer, policy)
+    self._frozen: tuple[Any, ...] = ()
+    trained = params
+    if adapter:
+      base = freeze(params, adapter.base)
+      base = jax.device_put(base, param_shardings(base, mesh))
+      trained = jax.jit(functools.partial(init_adapter, config, adapter))(base)
+      self._frozen = (base,)
     self._state = init_state(
-      params,
+      trained,
       self._optimizer,
       mesh,
       self._objective.init_state,
@@ -119,6 +134,7 @@ class Learner:
     if self._critic is not None:
       self._score_values = critics.make_value_score(config, mesh, settings.forward, self._critic)
     self._capacity = settings.rows.max_micro_batches
+    # Under an adapter this is a fresh one, which changes nothing: the anchor is the frozen weights themselves.
     self._anchor = self.snapshot() if self._objective.tags & _ANCHORED else None
     self._last: StepMetrics | None = None
 
@@ -143,17 +159,25 @@ class Learner:
 
   @property
   def params(self) -> Any:
-    """The current weights. Their arrays are given up at the next `train`.
+    """What is trained: the weights, or the adapter. Its arrays are given up at the next `train`.
 
     Copy what must live on.
     """
     return self._state.params
 
-  def snapshot(self, dtype: Any = jnp.float32) -> Any:
-    """A copy of the current weights in `dtype`, with their shardings.
+  @property
+  def frozen(self) -> tuple[Any, ...]:
+    """The weights under the adapter, as programs take them after their other arguments; () without one."""
+    return self._frozen
 
-    That outlives the next `train`.
-    """
+  @functools.cached_property
+  def adapter_identity(self) -> dict[str, Any] | None:
+    """What a checkpoint says of the adapter and of the weights under it, a JSON object; None without one."""
+    adapter = self._settings.forward.adapter
+    return None if adapter is None else identity_of(adapter, self._frozen[0])
+
+  def snapshot(self, dtype: Any = jnp.float32) -> Any:
+    """A copy of `params` in `dtype`, with their shardings, that outlives the next `train`."""
     return _copy(self._state.params, dtype)
 
   def abstract_state(self) -> Any:
@@ -208,18 +232,21 @@ class Learner:
     batch, num_micro = self._place(packed)
     if self._anchor is not None and 'anchor' in self._objective.tags:
       # The anchor is another policy, whose routers are its own.
-      scores = self._score(self._anchor, batch._replace(experts=None), num_micro)
+      bare = batch._replace(experts=None)
+      scores = self._score(self._anchor, bare, num_micro, *self._frozen)
       batch = batch._replace(anchor_log_probs_t=scores)
     if self._critic is not None:
       critic_params = self._state.critic['params']
-      values, after = self._score_values(self._state.params, critic_params, batch, num_micro)
+      values, after = self._score_values(
+        self._state.params, critic_params, batch, num_micro, *self._frozen
+      )
       batch = batch._replace(value_t=values, next_value_t=after)
     for update in range(self._settings.updates_per_batch):
       if self._averaged:
-        batch = self._proximal(self._state.average['params'], batch, num_micro)
+        batch = self._proximal(self._state.average['params'], batch, num_micro, *self._frozen)
       elif self._score_proximal and update == 0:
-        batch = self._proximal(self._state.params, batch, num_micro)
-      self._state, scalars = self._step(self._state, batch, num_micro)
+        batch = self._proximal(self._state.params, batch, num_micro, *self._frozen)
+      self._state, scalars = self._step(self._state, batch, num_micro, *self._frozen)
     self._version += 1
     version = jax.device_put(np.int32(self._version), self._replicated)
     self._state = self._state._replace(version=version)
@@ -252,7 +279,8 @@ class Learner:
     batch, num_micro = self._place(packed)
     if params is self._anchor:
       batch = batch._replace(experts=None)
-    scores = np.asarray(jax.device_get(self._score(params, batch, num_micro)))
+    scores = self._score(params, batch, num_micro, *self._frozen)
+    scores = np.asarray(jax.device_get(scores))
     scores = scores.reshape(-1, scores.shape[-1])[: packed.tokens.shape[0]]
     index, result = 0, []
     for group in groups:

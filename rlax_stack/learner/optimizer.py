@@ -22,7 +22,7 @@ class OptimizerSettings:
   learning_rate: the peak, reached after `warmup_steps` updates that rise linearly from 0 (the first
   update already has 1/warmup_steps of it). decay: one of SCHEDULES, from the peak to final_fraction
   times the peak at update `total_steps`; constant never falls. weight_decay is decoupled and spares
-  norms and biases.
+  norms, biases and magnitudes.
   max_grad_norm: the global norm above which the gradient is scaled down.
   """
 
@@ -73,11 +73,11 @@ def learning_rate_schedule(settings: OptimizerSettings) -> optax.Schedule:
 
 
 def decay_mask(params: Any) -> Any:
-  """Tree of bool: True where weight decay applies. Norm scales and biases are spared."""
+  """Tree of bool: True where weight decay applies. Norm scales, biases and DoRA's magnitudes are spared."""
 
   def decays(path, leaf):
     del leaf
-    return path[-1].key not in ('scale', 'bias')
+    return path[-1].key not in ('scale', 'bias', 'magnitude')
 
   return jax.tree_util.tree_map_with_path(decays, params)
 

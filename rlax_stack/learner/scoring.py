@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlax_stack.learner.kept_sets import with_kept_log_probs
 from rlax_stack.models import decoder
+from rlax_stack.models.adapter import AdapterSettings, abstract_weights, model_weights
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.experts import Routing
 from rlax_stack.objectives.objective import Objective
@@ -36,12 +37,14 @@ class ForwardSettings:
     always).
   remat: 'none', 'layer' or 'dots', see `decoder.hidden_states`. temperature: logits are divided by
   it, as they were when the tokens were sampled. kernels: form of the kernels, 'auto', 'pallas' or 'xla'.
+  adapter: what is trained beside frozen weights; None trains the model itself.
   """
 
   compute_dtype: Any = jnp.float32
   remat: str = 'none'
   temperature: float = 1.0
   kernels: str = 'auto'
+  adapter: AdapterSettings | None = None
 
 
 class TargetScores(NamedTuple):
@@ -218,10 +221,21 @@ def rows_sharding(mesh: Mesh) -> NamedSharding:
   return sharding_for(mesh, (None, 'rows'))
 
 
+def weight_shapes(config: ModelConfig, settings: ForwardSettings) -> tuple[Any, tuple[Any, ...]]:
+  """Shapes of what is trained, and of the frozen trees that programs take after their other arguments."""
+  return abstract_weights(settings.adapter, config, decoder.abstract_params(config))
+
+
+def _score_shardings(config: ModelConfig, mesh: Mesh, settings: ForwardSettings) -> tuple[Any, ...]:
+  """Of (trained, batch, num_micro, *frozen)."""
+  trained, frozen = param_shardings(weight_shapes(config, settings), mesh)
+  return (trained, rows_sharding(mesh), NamedSharding(mesh, PartitionSpec()), *frozen)
+
+
 @functools.lru_cache(maxsize=8)
 def make_score(
   config: ModelConfig, mesh: Mesh, settings: ForwardSettings
-) -> Callable[[Any, PackedBatch, jax.Array], jax.Array]:
+) -> Callable[..., jax.Array]:
   """Scoring without gradients, compiled at its first call and shared by equal arguments.
 
   Args:
@@ -230,25 +244,22 @@ def make_score(
     settings: see ForwardSettings.
 
   Returns: function (params, batch [M, rows, ...], num_micro int32 scalar) -> float32 [M, rows, N],
-    0 where masked
-    and in micro-batches from num_micro on.
+    0 where masked and in micro-batches from num_micro on. With an adapter `params` is the adapter, and the
+    frozen weights are a fourth argument.
   """
 
-  def score(params, batch, num_micro):
-    return score_batch(params, config, batch, num_micro, settings, mesh).log_prob
+  def score(params, batch, num_micro, *frozen):
+    model = model_weights(settings.adapter, params, *frozen)
+    return score_batch(model, config, batch, num_micro, settings, mesh).log_prob
 
-  rows, replicated = rows_sharding(mesh), NamedSharding(mesh, PartitionSpec())
-  return jax.jit(
-    score,
-    in_shardings=(param_shardings(decoder.abstract_params(config), mesh), rows, replicated),
-    out_shardings=rows,
-  )
+  shardings = _score_shardings(config, mesh, settings)
+  return jax.jit(score, in_shardings=shardings, out_shardings=rows_sharding(mesh))
 
 
 @functools.lru_cache(maxsize=8)
 def make_proximal_score(
   config: ModelConfig, mesh: Mesh, settings: ForwardSettings, objective: Objective
-) -> Callable[[Any, PackedBatch, jax.Array], PackedBatch]:
+) -> Callable[..., PackedBatch]:
   """Scoring under the proximal policy, compiled at its first call and shared by equal arguments.
 
   Args:
@@ -258,24 +269,21 @@ def make_proximal_score(
     objective: its boxes may ask for more of the distributions than the log-prob.
 
   Returns: function (params, batch [M, rows, ...], num_micro int32 scalar) -> the batch with its
-    `proximal_log_probs_t` and `proximal_vocabulary`.
+    `proximal_log_probs_t` and `proximal_vocabulary`; with an adapter as that of `make_score`.
   """
   terms = proximal_terms(objective)
 
-  def score(params, batch, num_micro):
+  def score(params, batch, num_micro, *frozen):
     bare = batch._replace(proximal_vocabulary={})
-    found = score_batch(params, config, bare, num_micro, settings, mesh, terms)
+    model = model_weights(settings.adapter, params, *frozen)
+    found = score_batch(model, config, bare, num_micro, settings, mesh, terms)
     return found.log_prob, found.vocabulary
 
-  rows, replicated = rows_sharding(mesh), NamedSharding(mesh, PartitionSpec())
-  compiled = jax.jit(
-    score,
-    in_shardings=(param_shardings(decoder.abstract_params(config), mesh), rows, replicated),
-    out_shardings=rows,
-  )
+  shardings = _score_shardings(config, mesh, settings)
+  compiled = jax.jit(score, in_shardings=shardings, out_shardings=rows_sharding(mesh))
 
-  def with_proximal(params, batch, num_micro):
-    log_probs, vocabulary = compiled(params, batch, num_micro)
+  def with_proximal(params, batch, num_micro, *frozen):
+    log_probs, vocabulary = compiled(params, batch, num_micro, *frozen)
     return batch._replace(proximal_log_probs_t=log_probs, proximal_vocabulary=vocabulary)
 
   return with_proximal

@@ -19,7 +19,7 @@ from rlax_stack.sharding import param_shardings
 class LearnerState(NamedTuple):
   """All counters are int32 scalars. The same tree also holds the shapes or shardings of its leaves."""
 
-  params: Any  # float32 master weights, the nested dict of models/decoder.py
+  params: Any  # what is trained, float32: the nested dict of models/decoder.py, or an adapter's
   opt_state: Any
   version: Any  # batches trained: the weights version that comes out of the last one
   step: Any  # optimizer updates tried

@@ -28,6 +28,7 @@ from rlax_stack.learner.scoring import (
   row_states_and_router,
   rows_sharding,
   score_batch,
+  weight_shapes,
 )
 from rlax_stack.learner.state import (
   LearnerState,
@@ -37,6 +38,7 @@ from rlax_stack.learner.state import (
   updates_applied,
 )
 from rlax_stack.models import decoder
+from rlax_stack.models.adapter import model_weights
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.objectives.critics.networks import CriticSettings
 from rlax_stack.objectives.critics.value_loss import value_loss, value_metrics
@@ -52,9 +54,10 @@ from rlax_stack.objectives.router import (
   router_metrics,
 )
 from rlax_stack.objectives.vocabulary import current_terms
+from rlax_stack.sharding import param_shardings
 from rlax_stack.types import PackedBatch
 
-TrainStep = Callable[[LearnerState, PackedBatch, jax.Array], tuple[LearnerState, dict[str, Any]]]
+TrainStep = Callable[..., tuple[LearnerState, dict[str, Any]]]
 
 
 class _Total(NamedTuple):
@@ -99,18 +102,20 @@ def make_train_step(
 
   Returns: function (state, batch of [M, rows, ...] arrays, num_micro int32 scalar) -> (state,
     metrics). The state given is donated. Micro-batches from num_micro on are not computed; they
-    must be masked. `metrics` are float32 scalars on the device.
+    must be masked. `metrics` are float32 scalars on the device. With an adapter (`forward.adapter`) the state
+    holds the adapter, and the frozen weights are a fourth argument.
   """
   step = _Step(config, mesh, forward, objective, optimizer, score_proximal, router)
-  params = decoder.abstract_params(config)
-  makers = objective.init_state, critics.make_state(objective.critic_settings, optimizer)
+  params, frozen = weight_shapes(config, forward)
+  policy = decoder.abstract_params(config) if forward.adapter else None
+  makers = objective.init_state, critics.make_state(objective.critic_settings, optimizer, policy)
   average = objective.average_decay is not None
   shapes = abstract_state(params, make_optimizer(optimizer), mesh, *makers, average)
   shardings = state_shardings(shapes, mesh)
   replicated = NamedSharding(mesh, PartitionSpec())
   return jax.jit(
     step.step,
-    in_shardings=(shardings, rows_sharding(mesh), replicated),
+    in_shardings=(shardings, rows_sharding(mesh), replicated, *param_shardings(frozen, mesh)),
     out_shardings=(shardings, replicated),
     donate_argnums=0,
   )
@@ -129,15 +134,18 @@ class _Step:
   router: RouterLoss
 
   def step(
-    self, state: LearnerState, batch: PackedBatch, num_micro: jax.Array
+    self, state: LearnerState, batch: PackedBatch, num_micro: jax.Array, *frozen: Any
   ) -> tuple[LearnerState, dict[str, Any]]:
     """One update of the policy, and those of its critic."""
-    prepared = self._prepared(state, batch, num_micro)
-    routed = self._routed(state, batch, num_micro) if self.config.num_experts else None
+    prepared = self._prepared(state, batch, num_micro, frozen)
+    mixture = bool(self.config.num_experts)
+    routed = self._routed(state, batch, num_micro, frozen) if mixture else None
 
     def part(trained, index):
-      rows = micro_batch(batch, index)
-      out, sums = self._part(trained, state, rows, _cut(prepared, index), routed)
+      params, critic_params = trained
+      model = model_weights(self.forward.adapter, params, *frozen)
+      rows, cut = micro_batch(batch, index), _cut(prepared, index)
+      out, sums = self._part(model, critic_params, state, rows, cut, routed)
       return out.loss, (out, sums)
 
     def value_part(critic_params, index):
@@ -161,36 +169,40 @@ class _Step:
   def _loss_inputs(self, state: LearnerState, batch: PackedBatch, scored: Any) -> LossInputs:
     return loss_inputs(batch, scored, version=state.version, score_proximal=self.score_proximal)
 
-  def _prepared(self, state: LearnerState, batch: PackedBatch, num_micro: jax.Array) -> Prepared:
+  def _prepared(
+    self, state: LearnerState, batch: PackedBatch, num_micro: jax.Array, frozen: tuple[Any, ...]
+  ) -> Prepared:
     """What the whole batch says, scored under the current weights where a box wants that."""
     objective, model = self.objective, (self.config, batch, num_micro, self.forward, self.mesh)
     scored, norms = None, None
     if objective.needs_scores:
-      held = jax.lax.stop_gradient(state.params)
+      held = model_weights(self.forward.adapter, jax.lax.stop_gradient(state.params), *frozen)
       terms = current_terms(objective, score_proximal=self.score_proximal, statistics=True)
       scored = score_batch(held, *model, terms)
     if objective.needs_gradient_norms:
-      norms = squared_gradient_norms(state.params, *model)
+      norms = squared_gradient_norms(state.params, *model, *frozen)
     return prepare(objective, self._loss_inputs(state, batch, scored), state.objective, norms)
 
-  def _routed(self, state: LearnerState, batch: PackedBatch, num_micro: jax.Array) -> _Routed:
+  def _routed(
+    self, state: LearnerState, batch: PackedBatch, num_micro: jax.Array, frozen: tuple[Any, ...]
+  ) -> _Routed:
     """The tokens of the batch and, where they are to be spread evenly, who gets them now."""
     load = None
     if self.router.aux_coef:
-      held = jax.lax.stop_gradient(state.params)
+      held = model_weights(self.forward.adapter, jax.lax.stop_gradient(state.params), *frozen)
       load = batch_load(held, self.config, batch, num_micro, self.forward, self.mesh)
     return _Routed(jnp.sum(batch.place_weight), load)
 
   def _part(
     self,
-    trained: Any,
+    params: Any,
+    critic_params: Any,
     state: LearnerState,
     rows: PackedBatch,
     prepared: Prepared,
     routed: _Routed | None,
   ) -> tuple[LossParts, RouterSums | None]:
     """The loss of one micro-batch by the parameters of policy and critic."""
-    params, critic_params = trained
     model, sums = (params, self.config, rows, self.forward, self.mesh), None
     if routed is None:
       hidden = row_states(*model)

@@ -30,9 +30,9 @@ from jax.sharding import Mesh
 from rlax_stack.errors import ConfigError
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.experts import ExpertKernels, ExpertLinear, Routing, apply_mixture
+from rlax_stack.models.linear import Linear
 from rlax_stack.models.norms import RMSNorm
 from rlax_stack.models.placement import placed_layer, placed_rows
-from rlax_stack.models.quantised import QuantisedKernel, rows_product
 from rlax_stack.models.rotary import rotate, rotation
 
 Params = dict[str, Any]
@@ -42,51 +42,11 @@ ObserveRouter = Callable[[Routing], Any]
 # What the gate of the MLP goes through.
 ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True)}
 
-_PRECISE_BLOCK = 64  # inputs summed at once where the highest precision is asked for
-
 _REMAT_POLICIES = {
   'none': None,
   'layer': jax.checkpoint_policies.nothing_saveable,
   'dots': jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
 }
-
-
-class Linear(nnx.Module):
-  """y = x Wᵀ (+ b) with W stored [out, in], quantised or not; computes in the dtype of x.
-
-  Under `jax.default_matmul_precision('highest')` the sum over `in` is taken in blocks: less rounding, and
-  slower. For comparing logits, not for training.
-  """
-
-  def __init__(self, in_size: int, out_size: int, *, bias: bool, rngs: nnx.Rngs):
-    scale = in_size**-0.5
-    self.kernel = nnx.Param(
-      scale * jax.random.truncated_normal(rngs.params(), -2.0, 2.0, (out_size, in_size))
-    )
-    self.bias = nnx.Param(jnp.zeros((out_size,), jnp.float32)) if bias else None
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    # Two-dimensional, because the kernel's gradient over two row axes at once is slower on CPU.
-    flat = x.reshape(-1, x.shape[-1])
-    kernel = self.kernel.get_value()
-    if isinstance(kernel, QuantisedKernel):
-      y = rows_product(flat, kernel)
-    else:
-      y = _product(flat, kernel.astype(x.dtype))
-    y = y.reshape(*x.shape[:-1], y.shape[1])
-    if self.bias is None:
-      return y
-    return y + self.bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
-
-
-def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-  """x [M, in] Wᵀ [in, out]; the CPU sums one long chain in float32, whatever precision is asked for."""
-  contract = (((1,), (1,)), ((), ()))
-  if jax.config.jax_default_matmul_precision not in ('highest', 'float32'):
-    return jax.lax.dot_general(x, kernel, contract)
-  parts = range(0, x.shape[1], _PRECISE_BLOCK)
-  blocks = [(x[:, i : i + _PRECISE_BLOCK], kernel[:, i : i + _PRECISE_BLOCK]) for i in parts]
-  return functools.reduce(jnp.add, [jax.lax.dot_general(*block, contract) for block in blocks])
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)

@@ -11,6 +11,9 @@ from jax.sharding import Mesh
 
 from rlax_stack.sharding import param_logical_axes, sharding_for
 
+# Steps from a parameter's name to the numbers of its kernel: an NNX variable, what an adapter changes, a quantised one.
+_WHOLE_KERNEL = {'value', 'base', 'values'}
+
 
 def placed_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
   """Hidden states [R, T, D], split by rows and tokens; as they are without a mesh."""
@@ -25,6 +28,9 @@ def placed_layer(layer: Any, mesh: Mesh | None) -> Any:
     return layer
 
   def place(path: Any, leaf: jax.Array) -> jax.Array:
+    parts = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
+    if parts - _WHOLE_KERNEL:
+      return leaf  # a small part of an adapter, or the scales of a quantised kernel
     axes = param_logical_axes(path, leaf.ndim + 1)[1:]
     return jax.lax.with_sharding_constraint(leaf, sharding_for(mesh, axes))
 

@@ -53,7 +53,13 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def model_flops(
-  config: ModelConfig, *, tokens: int, targets: int, pairs: float, backward: bool = True
+  config: ModelConfig,
+  *,
+  tokens: int,
+  targets: int,
+  pairs: float,
+  backward: bool = True,
+  weight_gradients: bool = True,
 ) -> float:
   """FLOPs that a forward pass, and a backward one, cannot do without: nothing recomputed, no padding of blocks.
 
@@ -62,14 +68,17 @@ def model_flops(
     tokens: placed in rows.
     targets: of them, those that reach the LM head.
     pairs: of a query and a key that it sees, in one layer.
-    backward: with the two passes of gradients.
+    backward: with the passes of gradients: of what goes through the model, and of its weights.
+    weight_gradients: False leaves the latter out, for frozen weights; an adapter's own products are not counted.
   """
   hidden, head = config.hidden_size, config.head_dim
   attention = hidden * head * (2 * config.num_heads + 2 * config.num_kv_heads)
   layer = attention + 3 * hidden * config.intermediate_size
   products = 2.0 * config.num_layers * layer * tokens + 2.0 * config.vocab_size * hidden * targets
   scores = 4.0 * config.num_layers * config.num_heads * head * pairs
-  return (3.0 if backward else 1.0) * (products + scores)
+  if not backward:
+    return products + scores
+  return (3.0 if weight_gradients else 2.0) * products + 3.0 * scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

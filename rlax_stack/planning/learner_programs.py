@@ -18,13 +18,14 @@ from rlax_stack.learner import critic as critics
 from rlax_stack.learner.learner import LearnerSettings
 from rlax_stack.learner.optimizer import make_optimizer
 from rlax_stack.learner.packing import empty_batch
-from rlax_stack.learner.scoring import make_proximal_score, make_score, rows_sharding
+from rlax_stack.learner.scoring import make_proximal_score, make_score, rows_sharding, weight_shapes
 from rlax_stack.learner.state import LearnerState, abstract_state
 from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.planning.compiled_counts import CompiledCounts, count_compiled
 from rlax_stack.planning.traced_flops import traced_flops
+from rlax_stack.sharding import param_shardings
 from rlax_stack.types import PackedBatch
 
 
@@ -47,10 +48,16 @@ class ProgramFigures:
 class StateBytes:
   """What the learner's state takes on one device, by kind; known from shapes and shardings alone."""
 
-  parameters: float
+  parameters: float  # that are trained
+  frozen: float  # under an adapter
   optimizer: float
   others: float  # a critic, averaged weights, what boxes carry
   batch: float
+
+  @property
+  def state(self) -> float:
+    """All but the batch."""
+    return self.parameters + self.frozen + self.optimizer + self.others
 
 
 class OutOfMemory(ConfigError):
@@ -69,8 +76,12 @@ def abstract_batch(
   batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*leading, *x.shape[1:]), x.dtype), empty)
   if settings.scores_proximal:
     proximal = make_proximal_score(config, mesh, settings.forward, settings.objective)
-    params = learner_state(config, settings, mesh).params
-    batch = jax.eval_shape(proximal, params, batch, jax.ShapeDtypeStruct((), np.int32))
+    params, frozen = (
+      learner_state(config, settings, mesh).params,
+      frozen_weights(config, settings, mesh),
+    )
+    count = jax.ShapeDtypeStruct((), np.int32)
+    batch = jax.eval_shape(proximal, params, batch, count, *frozen)
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(mesh)), batch
   )
@@ -78,21 +89,33 @@ def abstract_batch(
 
 def learner_state(config: ModelConfig, settings: LearnerSettings, mesh: Mesh) -> LearnerState:
   """Shapes and shardings of the learner's state."""
-  objective, params = settings.objective, decoder.abstract_params(config)
+  objective, (params, _) = settings.objective, weight_shapes(config, settings.forward)
+  policy = decoder.abstract_params(config) if settings.forward.adapter else None
   return abstract_state(
     params,
     make_optimizer(settings.optimizer),
     mesh,
     objective.init_state,
-    critics.make_state(objective.critic_settings, settings.optimizer),
+    critics.make_state(objective.critic_settings, settings.optimizer, policy),
     objective.average_decay is not None,
   )
 
 
-def state_bytes(state: LearnerState, batch: PackedBatch) -> StateBytes:
+def frozen_weights(config: ModelConfig, settings: LearnerSettings, mesh: Mesh) -> tuple[Any, ...]:
+  """Shapes and shardings of the weights under an adapter, as programs take them; () without one."""
+  _, frozen = weight_shapes(config, settings.forward)
+  return jax.tree.map(
+    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+    frozen,
+    param_shardings(frozen, mesh),
+  )
+
+
+def state_bytes(state: LearnerState, batch: PackedBatch, *frozen: Any) -> StateBytes:
   """Bytes on one device."""
   return StateBytes(
     parameters=_bytes(state.params),
+    frozen=_bytes(frozen),
     optimizer=_bytes(state.opt_state),
     others=_bytes((state.critic, state.average, state.objective)),
     batch=_bytes(batch),
@@ -117,7 +140,8 @@ def train_figures(
   )
   state = learner_state(config, settings, mesh)
   batch = abstract_batch(config, settings, mesh, kept_tokens)
-  return _figures(step, mesh, settings.rows.max_micro_batches, state, batch)
+  frozen = frozen_weights(config, settings, mesh)
+  return _figures(step, mesh, settings.rows.max_micro_batches, state, batch, frozen)
 
 
 def score_figures(
@@ -131,16 +155,19 @@ def score_figures(
   params = learner_state(config, settings, mesh).params
   batch = abstract_batch(config, settings, mesh, kept_tokens)
   score = make_score(config, mesh, settings.forward)
-  return _figures(score, mesh, settings.rows.max_micro_batches, params, batch)
+  frozen = frozen_weights(config, settings, mesh)
+  return _figures(score, mesh, settings.rows.max_micro_batches, params, batch, frozen)
 
 
-def _figures(function: Any, mesh: Mesh, micro_batches: int, *arguments: Any) -> ProgramFigures:
+def _figures(
+  function: Any, mesh: Mesh, micro_batches: int, trained: Any, batch: Any, frozen: tuple[Any, ...]
+) -> ProgramFigures:
   count = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
   start = time.perf_counter()
   # Mosaic asks for the device that it lowers to; none is attached, so the mesh must say it.
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    flops = traced_flops(function, *arguments, count, unknown_trips=micro_batches)
-    compiled = compiled_or_too_large(function.lower(*arguments, count))
+    flops = traced_flops(function, trained, batch, count, *frozen, unknown_trips=micro_batches)
+    compiled = compiled_or_too_large(function.lower(trained, batch, count, *frozen))
   memory = compiled.memory_analysis()
   return ProgramFigures(
     flops=flops,
@@ -171,10 +198,20 @@ def _needed(message: str) -> str:
   return lines[0] if lines else message.splitlines()[0]
 
 
+def whole_bytes(tree: Any) -> float:
+  """Of a tree of shapes, unsharded."""
+  return float(sum(math.prod(leaf.shape) * _itemsize(leaf.dtype) for leaf in jax.tree.leaves(tree)))
+
+
+def _itemsize(dtype: Any) -> float:
+  """Bytes of a number; two int4 share one."""
+  return 0.5 if dtype == jnp.int4 else jnp.dtype(dtype).itemsize
+
+
 def _bytes(tree: Any) -> float:
   return float(
     sum(
-      math.prod(leaf.sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
+      math.prod(leaf.sharding.shard_shape(leaf.shape)) * _itemsize(leaf.dtype)
       for leaf in jax.tree.leaves(tree)
     )
   )

@@ -81,6 +81,7 @@ class RolloutWorker:
     score: (texts, prompts) -> one Reward each; called from one thread.
     sampling: of every sample; without stop_token_ids it takes the tokenizer's.
     strategy: how the samples of a group are drawn.
+    merge: makes a model's weights of what is published; None where those are published.
     answers: drafts of samples and their randomness, None for none; only where a sample is one request.
     worker_id: name in leases and logs.
     extend_every_s: heartbeat of leases, well below the lease timeout.
@@ -94,6 +95,7 @@ class RolloutWorker:
     score: ScoreFunction,
     sampling: SamplingParams,
     strategy: Strategy | None = None,
+    merge: Callable[[Any], Any] | None = None,
     answers: AnswerStore | None = None,
     worker_id: str = 'rollout-0',
     extend_every_s: float = 10.0,
@@ -103,7 +105,7 @@ class RolloutWorker:
     self._scheduler, self._tokenizer, self._score = scheduler, tokenizer, score
     self._sampling, self._worker_id = sampling, worker_id
     self._strategy = Independent() if strategy is None else strategy
-    self._answers = answers
+    self._answers, self._merge = answers, merge
     self._greedy = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     self._extend_every_s, self._extended_s = extend_every_s, 0.0
     self._open: dict[int, _Open] = {}
@@ -182,7 +184,7 @@ class RolloutWorker:
       if self._coming is None:
         if snapshot is None or snapshot.version <= scheduler.newest_version:
           return
-        fresh = self._loader.submit(scheduler.prepare, snapshot.params)
+        fresh = self._loader.submit(self._prepared, snapshot.params)
         self._coming = snapshot.version, fresh
       version, fresh = self._coming
       if scheduler.num_running and not (wait or fresh.done()):
@@ -192,6 +194,11 @@ class RolloutWorker:
       scheduler.swap_prepared(fresh.result(), version)
       self.stats.swaps += 1
       self.stats.swap_s += time.perf_counter() - start
+
+  def _prepared(self, published: Any) -> Any:
+    """What is published, in the engine's form."""
+    whole = published if self._merge is None else self._merge(published)
+    return self._scheduler.prepare(whole)
 
   def _lease_groups(
     self,

@@ -54,6 +54,33 @@ def test_values_arrive_frozen_and_typed():
     frozen.seed = 8
 
 
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    (
+      {'kind': 'lorra'},
+      "adapter.kind must be one of none, lora, .* got 'lorra'. Did you mean lora",
+    ),
+    ({'base': 'int3', 'kind': 'lora'}, "adapter.base must be one of float32, .* got 'int3'"),
+    ({'rank': 0, 'kind': 'lora'}, 'adapter.rank must be above 0, got 0'),
+    ({'alpha': -1.0}, 'adapter.alpha must be above 0, got -1.0'),
+    ({'targets': (), 'kind': 'dora'}, 'adapter.targets is empty'),
+    ({'base': 'int4'}, 'adapter.base=int4 is for frozen weights'),
+  ],
+)
+def test_adapters_that_cannot_be(changes, message):
+  with pytest.raises(ConfigError, match=message):
+    make(**{f'learner__adapter__{name}': value for name, value in changes.items()})
+
+
+def test_adapters_go_with_a_critic_on_the_policy_only():
+  adapted = {'learner__adapter__kind': 'lora', 'learner__adapter__base': 'int4'}
+  gae = {'objective__advantage': 'gae(gamma=1, lam=1)'}
+  make(**adapted, **gae, objective__critic='shared_trunk')
+  with pytest.raises(ConfigError, match='critic=separate trains a whole model of its own'):
+    make(**adapted, **gae, objective__critic='separate')
+
+
 def test_plain_form_is_json_like():
   plain = config_lib.to_plain(make())
   assert plain['eval']['pass_at'] == [1]

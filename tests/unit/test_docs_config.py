@@ -69,7 +69,7 @@ def test_every_field_has_a_description():
 def test_every_field_of_the_config_is_on_the_page():
   def names(config, prefix=''):
     for key, value in config.items():
-      nested = hasattr(value, 'items') and 'kind' not in value and key != 'verifiers'
+      nested = hasattr(value, 'items') and 'prompt_template' not in value and key != 'verifiers'
       yield from names(value, f'{prefix}{key}.') if nested else [f'{prefix}{key}']
 
   config = base.get_config()

@@ -45,11 +45,11 @@ def model(monkeypatch):
 def checkpoint(monkeypatch, model):
   asked = []
 
-  def load(path, step=None):
+  def load(path, load_model_params, step=None):
     asked.append((path, step))
     return model
 
-  monkeypatch.setattr(command, 'load_checkpoint_params', load)
+  monkeypatch.setattr(command, 'trained_weights', load)
   return asked
 
 
@@ -105,6 +105,7 @@ def test_model_alone_is_converted(tmp_path, monkeypatch, model):
     (['--model=m'], '--out is missing'),
     (['--run=r', '--checkpoint=c', '--out=o'], 'exclude each other'),
     (['--model=m', '--step=1', '--out=o'], '--step needs'),
+    (['--model=m', '--adapter', '--out=o'], '--adapter needs'),
     (['--model=m', '--dtype=int8', '--out=o'], 'int8'),
     (['--modell=m'], 'modell'),
     (['m', '--out=o'], "unexpected argument 'm'"),

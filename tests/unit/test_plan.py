@@ -9,14 +9,14 @@ import pytest
 
 from configs import base
 from configs.clusters import qwen3_0p6b_v5e_8
-from rlax_stack import assembly, config_rules, plan
+from rlax_stack import assembly, config_rules, plan, plan_of_config
 from rlax_stack.config import from_config_dict
 from rlax_stack.errors import ConfigError
 from rlax_stack.learner.packing import RowShape, empty_batch
 from rlax_stack.models.shapes import SHAPES
 from rlax_stack.plan_of_config import make_plan
 from rlax_stack.planning import learner_programs
-from rlax_stack.planning.cost_model import num_parameters
+from rlax_stack.planning.cost_model import model_flops, num_parameters
 from rlax_stack.planning.learner_programs import OutOfMemory, StateBytes
 from rlax_stack.planning.report import Line, Report, gib, seconds
 from rlax_stack.planning.topologies import KINDS, Topology, describe, virtual_devices
@@ -76,6 +76,41 @@ def test_the_state_is_counted_by_kind():
     length,
   )
   assert held.batch > rows / 2 * length * 3 * 4
+
+
+def test_an_adapter_is_counted_beside_its_frozen_weights():
+  config = _config()
+  adapter = dataclasses.replace(config.learner.adapter, kind='lora', rank=4, base='int4')
+  config = dataclasses.replace(config, learner=dataclasses.replace(config.learner, adapter=adapter))
+  settings = assembly.learner_settings(config, jnp.float32)
+  mesh = make_mesh({'fsdp': 2}, jax.devices()[:2])
+  frozen = learner_programs.frozen_weights(_TINY, settings, mesh)
+  state = learner_programs.learner_state(_TINY, settings, mesh)
+  held = learner_programs.state_bytes(
+    state, learner_programs.abstract_batch(_TINY, settings, mesh), *frozen
+  )
+  wide, narrow, layers = _TINY.num_heads * _TINY.head_dim, _TINY.num_kv_heads * _TINY.head_dim, 2
+  mlp, hidden = _TINY.intermediate_size, _TINY.hidden_size
+  shapes = [(wide, hidden), (narrow, hidden), (narrow, hidden), (hidden, wide)]
+  shapes += [(mlp, hidden), (mlp, hidden), (hidden, mlp)]
+  whole = 4 * layers * 4 * sum(rows + columns for rows, columns in shapes)
+  assert learner_programs.whole_bytes(state.params) == whole
+  assert held.optimizer == pytest.approx(2 * held.parameters, abs=16)
+  kernels = layers * sum(rows * columns for rows, columns in shapes)
+  scales = layers * sum(rows * columns // 64 for rows, columns in shapes)
+  rest = num_parameters(_TINY) - kernels
+  assert learner_programs.whole_bytes(frozen) == 0.5 * kernels + 4 * scales + 2 * rest
+  assert held.state == held.parameters + held.frozen + held.optimizer
+  topology = _topology()
+  lines = plan_of_config._state_lines(held, 1e9)
+  lines += plan_of_config._fleet_lines(config, _TINY, settings, topology, 1.0)
+  told = {line.name: line.value for line in lines}
+  assert told['frozen weights'] == gib(held.frozen) and told['adapter on the wire'] == gib(whole)
+  counts = {'tokens': 100, 'targets': 50, 'pairs': 0.0}
+  full = model_flops(_TINY, **counts)
+  assert model_flops(_TINY, **counts, weight_gradients=False) == pytest.approx(full * 2 / 3)
+  forward = model_flops(_TINY, **counts, backward=False)
+  assert forward == pytest.approx(full / 3)
 
 
 def test_the_summary_is_one_line_of_json(report):

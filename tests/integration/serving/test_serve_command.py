@@ -74,7 +74,9 @@ def test_newer_checkpoints_are_taken_while_serving(
 def following(server, directory):
   async def follow():
     task = asyncio.ensure_future(
-      serve.follow_checkpoints(server.bridge, directory, server.version, every_s=0.05)
+      serve.follow_checkpoints(
+        server.bridge, directory, server.version, load_model_params=dict, every_s=0.05
+      )
     )
     await asyncio.to_thread(stop.wait)
     task.cancel()

@@ -11,6 +11,7 @@ from flax import nnx
 from rlax_stack.errors import ConfigError
 from rlax_stack.models import decoder, rope, rotary
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.linear import Linear
 
 CONFIG = ModelConfig(
   vocab_size=97,
@@ -102,7 +103,7 @@ def test_hidden_states_match_float64_numpy(params, tokens):
 
 
 def test_highest_precision_halves_the_rounding_of_a_product():
-  linear = decoder.Linear(1000, 8, bias=False, rngs=nnx.Rngs(0))
+  linear = Linear(1000, 8, bias=False, rngs=nnx.Rngs(0))
   x = 1 + jax.random.normal(jax.random.key(1), (64, 1000))
   exact = np.asarray(x, np.float64) @ np.asarray(linear.kernel[...], np.float64).T
   error = {}

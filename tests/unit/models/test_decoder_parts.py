@@ -8,8 +8,9 @@ import pytest
 from flax import nnx
 
 from rlax_stack.models.config import ModelConfig
-from rlax_stack.models.decoder import Decoder, DecoderLayer, Embedder, Linear
+from rlax_stack.models.decoder import Decoder, DecoderLayer, Embedder
 from rlax_stack.models.experts import ExpertLinear
+from rlax_stack.models.linear import Linear
 from rlax_stack.models.norms import RMSNorm
 
 CONFIG = ModelConfig(

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 
 from rlax_stack import assembly
 from rlax_stack.config import RunConfig, to_plain
+from rlax_stack.learner import learner
 from rlax_stack.learner.learner import LearnerSettings
 from rlax_stack.learner.precision import resolve_compute_dtype
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.planning import cost_model, learner_programs
-from rlax_stack.planning.learner_programs import OutOfMemory, ProgramFigures, StateBytes
+from rlax_stack.planning.learner_programs import OutOfMemory, ProgramFigures, Recorded, StateBytes
 from rlax_stack.planning.report import Line, Report, gib, seconds
 from rlax_stack.planning.topologies import Topology
+from rlax_stack.rollout import engine
 from rlax_stack.rollout.engine_state import EngineConfig
 from rlax_stack.sharding import make_mesh
 
@@ -38,8 +40,11 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
   dtype = dtype or resolve_compute_dtype(config.model.compute_dtype, backend=backend)
   settings = assembly.learner_settings(config, dtype)
   mesh = make_mesh(to_plain(config.learner.mesh), topology.devices)
-  kept = config.rollout.kept_tokens
-  batch = learner_programs.abstract_batch(model, settings, mesh, kept)
+  sizes = assembly.engine_sizes(config)
+  learner.check_mixture(model, settings.router, mesh)
+  engine.check_mixture(model, sizes)
+  recorded = Recorded(sizes.kept_tokens, sizes.record_experts)
+  batch = learner_programs.abstract_batch(model, settings, mesh, recorded)
   held = learner_programs.state_bytes(learner_programs.learner_state(model, settings, mesh), batch)
   rows = settings.rows
   title = (
@@ -47,16 +52,15 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
     f'{rows.shape.length} tokens, {rows.micro_batch_rows} at once, {rows.max_micro_batches} times'
   )
   capacity = topology.kind.hbm_bytes
-  sizes = assembly.engine_sizes(config)
   itemsize = jnp.dtype(dtype).itemsize
-  engine = _engine_lines(config, model, sizes, topology, itemsize)
+  workers = _engine_lines(config, model, sizes, topology, itemsize)
   try:
-    train = learner_programs.train_figures(model, settings, mesh, kept)
-    score = learner_programs.score_figures(model, settings, mesh, kept)
+    train = learner_programs.train_figures(model, settings, mesh, recorded)
+    score = learner_programs.score_figures(model, settings, mesh, recorded)
   except OutOfMemory as error:
-    sections = (('memory of a device', _state_lines(held, capacity)), ('rollout', engine))
+    sections = (('memory of a device', _state_lines(held, capacity)), ('rollout', workers))
     return Report(title=title, sections=sections, summary=_misfit(held, capacity, str(error)))
-  return _report(title, config, model, settings, topology, held, train, score, engine)
+  return _report(title, config, model, settings, topology, held, train, score, workers)
 
 
 def _report(
@@ -103,7 +107,7 @@ def _report(
     summary |= _cure(held, kind.hbm_bytes) | {'reason': f'the step needs {gib(used)} of a device'}
   sections = (
     ('memory of a device', _memory_lines(held, train, score, kind.hbm_bytes)),
-    ('work of a train step', _work_lines(train, needed)),
+    ('work of a train step', _work_lines(model, train, needed)),
     ('time', time),
     ('rollout', engine),
     ('fleet', fleet),
@@ -125,8 +129,10 @@ def _memory_lines(
   )
 
 
-def _work_lines(train: ProgramFigures, needed: float) -> tuple[Line, ...]:
+def _work_lines(model: ModelConfig, train: ProgramFigures, needed: float) -> tuple[Line, ...]:
   return (
+    Line('parameters', f'{cost_model.num_parameters(model):.4g}', _COUNTED),
+    Line('of them in use for a token', f'{cost_model.active_parameters(model):.4g}', _COUNTED),
     Line(
       'FLOPs of a step', f'{train.flops:.4g}', f'{_COUNTED}, recomputation and padding included'
     ),

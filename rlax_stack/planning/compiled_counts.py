@@ -1,14 +1,15 @@
 """What one device does in a compiled program, loops counted as often as they run, from the text of its HLO.
 
 Counted are collectives, by kind, with the bytes that one device sends, and the FLOPs of matrix products outside of
-custom kernels. A loop says how often it runs (`known_trip_count`), or is one over micro-batches, whose number the
-caller gives.
+custom kernels. A loop says how often it runs (`known_trip_count`), or is one whose number the caller gives.
 """
 
 import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
+
+from rlax_stack.planning.traced_flops import ONCE, Counting
 
 COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
 
@@ -55,17 +56,17 @@ class CompiledCounts:
   product_flops: float
 
 
-def count_compiled(text: str, *, unknown_trips: int = 1) -> CompiledCounts:
+def count_compiled(text: str, *, counting: Counting = ONCE) -> CompiledCounts:
   """Counts the program of a text.
 
   Args:
     text: `compiled.as_text()`.
-    unknown_trips: how often a loop without a known number runs.
+    counting: how often loops without a known number run.
   """
   computations, entry = _computations(text)
   calls: dict[str, float] = dict.fromkeys(COLLECTIVES, 0.0)
   sent, flops = dict(calls), 0.0
-  for times, name in _runs(computations, entry, unknown_trips):
+  for times, name in _runs(computations, entry, counting):
     shapes = {operation.name: operation.result for operation in computations[name]}
     for operation in computations[name]:
       kind = operation.kind.removesuffix('-start')
@@ -93,7 +94,7 @@ def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
 
 
 def _runs(
-  computations: Mapping[str, list[Operation]], entry: str, unknown_trips: int
+  computations: Mapping[str, list[Operation]], entry: str, counting: Counting
 ) -> Iterator[tuple[float, str]]:
   """(times, computation) for every way in which the entry comes to one; of a branch all sides count."""
   waiting = [(1.0, entry)]
@@ -104,7 +105,7 @@ def _runs(
       inner = times
       if operation.kind == 'while':
         known = _TRIPS.search(operation.rest)
-        inner *= int(known[1]) if known else unknown_trips
+        inner *= int(known[1]) if known else counting.trips(operation.rest)
       called = _CALLED.findall(operation.rest)
       branches = _BRANCHES.search(operation.rest)
       if branches:

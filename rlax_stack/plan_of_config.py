@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from rlax_stack import assembly
 from rlax_stack.config import RunConfig, to_plain
+from rlax_stack.learner import learner
 from rlax_stack.learner.learner import LearnerSettings
 from rlax_stack.learner.precision import resolve_compute_dtype
 from rlax_stack.learner.scoring import weight_shapes
@@ -17,10 +18,11 @@ from rlax_stack.models.config import ModelConfig
 from rlax_stack.planning import cost_model, learner_programs
 from rlax_stack.planning.cost_model import Lengths
 from rlax_stack.planning.engine_programs import EngineFigures, engine_figures
-from rlax_stack.planning.learner_programs import OutOfMemory, ProgramFigures, StateBytes
+from rlax_stack.planning.learner_programs import OutOfMemory, ProgramFigures, Recorded, StateBytes
 from rlax_stack.planning.report import Line, Report, gib, seconds
 from rlax_stack.planning.search import LargestFit, largest_fit
 from rlax_stack.planning.topologies import Topology
+from rlax_stack.rollout import engine
 from rlax_stack.sharding import make_mesh
 
 _COUNTED, _COMPILED, _MODELLED = 'counted', 'compiled', 'modelled, not measured'
@@ -42,8 +44,11 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
   dtype = dtype or resolve_compute_dtype(config.model.compute_dtype, backend=backend)
   settings = assembly.learner_settings(config, dtype)
   mesh = make_mesh(to_plain(config.learner.mesh), topology.devices)
-  kept = config.rollout.kept_tokens
-  batch = learner_programs.abstract_batch(model, settings, mesh, kept)
+  sizes = assembly.engine_sizes(config, dtype=dtype)
+  learner.check_mixture(model, settings.router, mesh)
+  engine.check_mixture(model, sizes)
+  recorded = Recorded(sizes.kept_tokens, sizes.record_experts)
+  batch = learner_programs.abstract_batch(model, settings, mesh, recorded)
   state = learner_programs.learner_state(model, settings, mesh)
   frozen = learner_programs.frozen_weights(model, settings, mesh)
   held = learner_programs.state_bytes(state, batch, *frozen)
@@ -54,24 +59,24 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
   )
   capacity = topology.kind.hbm_bytes
   try:
-    figures = engine_figures(model, assembly.engine_sizes(config, dtype=dtype), topology.devices[0])
+    figures = engine_figures(model, sizes, topology.devices[0])
   except OutOfMemory:
     figures = None
-  engine = _engine_lines(config, model, topology, jnp.dtype(dtype).itemsize, figures, frozen)
+  workers = _engine_lines(config, model, topology, jnp.dtype(dtype).itemsize, figures, frozen)
   try:
-    train = learner_programs.train_figures(model, settings, mesh, kept)
-    score = learner_programs.score_figures(model, settings, mesh, kept)
+    train = learner_programs.train_figures(model, settings, mesh, recorded)
+    score = learner_programs.score_figures(model, settings, mesh, recorded)
   except OutOfMemory as error:
-    sections = (('memory of a device', _state_lines(held, capacity)), ('rollout', engine))
+    sections = (('memory of a device', _state_lines(held, capacity)), ('rollout', workers))
     summary = _misfit(held, capacity, str(error))
     report = Report(title=title, sections=sections, summary=summary)
     return _with_engine(report, figures, capacity)
-  report = _report(title, config, model, settings, topology, held, train, score, engine)
+  report = _report(title, config, model, settings, topology, held, train, score, workers)
   report = _with_engine(report, figures, capacity)
   if not (config.plan.search and report.summary['fits']):
     return report
   used = train.argument_bytes + train.temporary_bytes
-  searched = _searched_lines(config, model, topology, dtype, used)
+  searched = _searched_lines(config, model, topology, dtype, recorded, used)
   sections = (*report.sections, ('largest that fits, one knob at a time', searched))
   return dataclasses.replace(report, sections=sections)
 
@@ -130,7 +135,7 @@ def _report(
     summary |= _cure(held, kind.hbm_bytes) | {'reason': f'the step needs {gib(used)} of a device'}
   sections = (
     ('memory of a device', _memory_lines(held, train, score, kind.hbm_bytes)),
-    ('work of a train step', _work_lines(train, needed)),
+    ('work of a train step', _work_lines(model, train, needed)),
     ('time', time),
     ('rollout', engine),
     ('fleet', fleet),
@@ -152,8 +157,10 @@ def _memory_lines(
   )
 
 
-def _work_lines(train: ProgramFigures, needed: float) -> tuple[Line, ...]:
+def _work_lines(model: ModelConfig, train: ProgramFigures, needed: float) -> tuple[Line, ...]:
   return (
+    Line('parameters', f'{cost_model.num_parameters(model):.4g}', _COUNTED),
+    Line('of them in use for a token', f'{cost_model.active_parameters(model):.4g}', _COUNTED),
     Line(
       'FLOPs of a step', f'{train.flops:.4g}', f'{_COUNTED}, recomputation and padding included'
     ),
@@ -311,6 +318,7 @@ def _searched_lines(
   model: ModelConfig,
   topology: Topology,
   dtype: Any,
+  recorded: Recorded,
   used: float,
 ) -> tuple[Line, ...]:
   """The largest micro-batch and the longest rows that fit, one knob at a time."""
@@ -328,7 +336,7 @@ def _searched_lines(
     settings = assembly.learner_settings(changed, dtype)
     mesh = make_mesh(to_plain(learner.mesh), topology.devices)
     try:
-      figures = learner_programs.train_figures(model, settings, mesh, rollout.kept_tokens)
+      figures = learner_programs.train_figures(model, settings, mesh, recorded)
     except OutOfMemory:
       return None
     return figures.argument_bytes + figures.temporary_bytes

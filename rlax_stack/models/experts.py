@@ -10,7 +10,7 @@ but for the order of sums over the axes `tensor` and `expert`.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -145,8 +145,8 @@ def _mix_sharded(one, x, routing, kernels, mesh) -> jax.Array:
   """`_mix` under shard_map: every device takes its own rows through the part of the experts that it holds."""
   rules = sharding.DEFAULT_RULES
   by_row: PartitionSpec = rules.spec_for(('rows', 'tokens', 'features'))
-  wide = rules.spec_for(('experts', 'mlp', 'features'))
-  narrow = rules.spec_for(('experts', 'features', 'mlp'))
+  wide: Any = rules.spec_for(('experts', 'mlp', 'features'))
+  narrow: Any = rules.spec_for(('experts', 'features', 'mlp'))
 
   def part(x, weights, experts, kernels):
     held = kernels.gate.shape[0]

@@ -2,14 +2,16 @@
 
 Counted are collectives, by kind, with the bytes that one device sends, and the FLOPs of matrix products outside of
 custom kernels. A loop says how often it runs (`known_trip_count`), or its condition compares a counter from 0 with a
-constant, or it is one over micro-batches, whose number the caller gives. A collective that a TPU program does in parts,
-among other work, is counted where it starts.
+constant, or it is one whose number the caller gives. A collective that a TPU program does in parts, among other work,
+is counted where it starts.
 """
 
 import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
+
+from rlax_stack.planning.traced_flops import ONCE, Counting
 
 COLLECTIVES = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
 
@@ -56,17 +58,17 @@ class CompiledCounts:
   product_flops: float
 
 
-def count_compiled(text: str, *, unknown_trips: int = 1) -> CompiledCounts:
+def count_compiled(text: str, *, counting: Counting = ONCE) -> CompiledCounts:
   """Counts the program of a text.
 
   Args:
     text: `compiled.as_text()`.
-    unknown_trips: how often a loop without a known number runs.
+    counting: how often loops without a known number run.
   """
   computations, entry = _computations(text)
   calls: dict[str, float] = dict.fromkeys(COLLECTIVES, 0.0)
   sent, flops = dict(calls), 0.0
-  for times, name, goes_on in _runs(computations, entry, unknown_trips):
+  for times, name, goes_on in _runs(computations, entry, counting):
     shapes = {operation.name: operation.result for operation in computations[name]}
     for operation in computations[name]:
       kind = operation.kind.removesuffix('-start')
@@ -94,7 +96,7 @@ def _computations(text: str) -> tuple[dict[str, list[Operation]], str]:
 
 
 def _runs(
-  computations: Mapping[str, list[Operation]], entry: str, unknown_trips: int
+  computations: Mapping[str, list[Operation]], entry: str, counting: Counting
 ) -> Iterator[tuple[float, str, bool]]:
   """(times, computation, whether its collectives go on with what began elsewhere) for every way from the entry to one.
 
@@ -108,7 +110,7 @@ def _runs(
       inner = times
       if operation.kind == 'while':
         known = _trips(computations, operation)
-        inner *= unknown_trips if known is None else known
+        inner *= counting.trips(operation.rest) if known is None else known
       called = _CALLED.findall(operation.rest)
       branches = _BRANCHES.search(operation.rest)
       if branches:

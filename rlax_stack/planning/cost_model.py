@@ -52,6 +52,12 @@ def num_parameters(config: ModelConfig) -> int:
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(decoder.abstract_params(config)))
 
 
+def active_parameters(config: ModelConfig) -> int:
+  """Numbers that a token goes through: all but the experts that it does not take."""
+  idle = config.num_experts - config.experts_per_token
+  return num_parameters(config) - config.num_layers * idle * _expert(config)
+
+
 def model_flops(
   config: ModelConfig,
   *,
@@ -72,8 +78,11 @@ def model_flops(
     weight_gradients: False leaves the latter out, for frozen weights; an adapter's own products are not counted.
   """
   hidden, head = config.hidden_size, config.head_dim
-  attention = hidden * head * (2 * config.num_heads + 2 * config.num_kv_heads)
-  layer = attention + 3 * hidden * config.intermediate_size
+  attention = _attention(config)
+  feed_forward = 3 * hidden * config.intermediate_size
+  if config.num_experts:
+    feed_forward = hidden * config.num_experts + config.experts_per_token * _expert(config)
+  layer = attention + feed_forward
   products = 2.0 * config.num_layers * layer * tokens + 2.0 * config.vocab_size * hidden * targets
   scores = 4.0 * config.num_layers * config.num_heads * head * pairs
   if not backward:
@@ -117,9 +126,10 @@ def engine_bytes(config: ModelConfig, sizes: EngineConfig, itemsize: int) -> Eng
   weight = itemsize if sizes.weights == 'same' else 1
   token, embeddings = _token_bytes(config, sizes, itemsize), _embeddings(config)
   layers = num_parameters(config) - embeddings
-  # Layers are held twice: as prefill and as decode multiply by them.
+  # Layers are held twice: as prefill and as decode multiply by them; of a mixture all but the experts.
+  again = config.num_layers * _attention(config) if config.num_experts else layers
   return EngineBytes(
-    weights=embeddings * itemsize + 2 * layers * weight,
+    weights=embeddings * itemsize + (layers + again) * weight,
     prefix_kv=token * sizes.prefix_pages * sizes.page_size,
     suffix_kv=token * sizes.suffix_pages * sizes.suffix_page_size,
     logits=4.0 * sizes.slots * config.vocab_size,
@@ -136,7 +146,7 @@ def decode_step_s(
   lengths: Lengths,
 ) -> float:
   """Seconds of a decode step of full slots: weights once, each prompt once for the rows that share it, and what samples
-  have so far.
+  have so far. Of a mixture the experts that some row takes, if all are as likely.
   """
   held = engine_bytes(config, sizes, itemsize)
   token = _token_bytes(config, sizes, itemsize)
@@ -144,8 +154,22 @@ def decode_step_s(
   prompts = math.ceil(sizes.slots / rows) * sizes.max_prompt_tokens
   read = token * (prompts + sizes.slots * min(lengths.seen, sizes.max_new_tokens))
   layers = (held.weights - _embeddings(config) * itemsize) / 2  # decode reads one of the two
+  if config.num_experts:
+    idle = (1 - config.experts_per_token / config.num_experts) ** sizes.slots
+    experts = config.num_layers * config.num_experts * _expert(config)
+    layers = (num_parameters(config) - _embeddings(config) - idle * experts) * itemsize
   head = config.vocab_size * config.hidden_size * itemsize
   return (layers + head + read) / kind.hbm_bytes_s
+
+
+def _attention(config: ModelConfig) -> int:
+  """Numbers in the projections of one layer."""
+  return config.hidden_size * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+
+
+def _expert(config: ModelConfig) -> int:
+  """Numbers in one expert of one layer."""
+  return 3 * config.hidden_size * config.moe_intermediate_size
 
 
 def _embeddings(config: ModelConfig) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,9 @@ from rlax_stack.learner.state import LearnerState, abstract_state
 from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.experts import block_size
 from rlax_stack.planning.compiled_counts import CompiledCounts, count_compiled
-from rlax_stack.planning.traced_flops import traced_flops
+from rlax_stack.planning.traced_flops import Counting, traced_flops
 from rlax_stack.sharding import param_shardings
 from rlax_stack.types import PackedBatch
 
@@ -64,12 +65,28 @@ class OutOfMemory(ConfigError):
   """The compiler says that a program does not fit the device."""
 
 
+class Recorded(NamedTuple):
+  """What the rollout records of every token beside its log-probs: ids of kept sets, experts."""
+
+  kept_tokens: int = 0
+  experts: bool = False
+
+
+NOTHING = Recorded()
+
+
 def abstract_batch(
-  config: ModelConfig, settings: LearnerSettings, mesh: Mesh, kept_tokens: int = 0
+  config: ModelConfig, settings: LearnerSettings, mesh: Mesh, recorded: Recorded = NOTHING
 ) -> PackedBatch:
   """Shapes and shardings of a full batch [M, rows, ...] as the train step takes it."""
   rows = settings.rows
-  empty = jax.eval_shape(functools.partial(empty_batch, 1, rows.shape, kept_tokens))
+  routed = (config.num_layers, config.experts_per_token) if recorded.experts else None
+  empty = jax.eval_shape(
+    functools.partial(empty_batch, 1, rows.shape, recorded.kept_tokens, routed)
+  )
+  if config.num_experts:
+    weight = jax.ShapeDtypeStruct(empty.tokens.shape, jnp.float32)
+    empty = empty._replace(place_weight=weight)
   if settings.objective.critic_settings is not None:
     empty = empty._replace(value_t=empty.adv_t, next_value_t=empty.adv_t)
   leading = (rows.max_micro_batches, rows.micro_batch_rows)
@@ -123,7 +140,7 @@ def state_bytes(state: LearnerState, batch: PackedBatch, *frozen: Any) -> StateB
 
 
 def train_figures(
-  config: ModelConfig, settings: LearnerSettings, mesh: Mesh, kept_tokens: int = 0
+  config: ModelConfig, settings: LearnerSettings, mesh: Mesh, recorded: Recorded = NOTHING
 ) -> ProgramFigures:
   """The train step over full micro-batches.
 
@@ -137,15 +154,16 @@ def train_figures(
     objective=settings.objective,
     optimizer=settings.optimizer,
     score_proximal=settings.scores_proximal,
+    router=settings.router,
   )
   state = learner_state(config, settings, mesh)
-  batch = abstract_batch(config, settings, mesh, kept_tokens)
+  batch = abstract_batch(config, settings, mesh, recorded)
   frozen = frozen_weights(config, settings, mesh)
-  return _figures(step, mesh, settings.rows.max_micro_batches, state, batch, frozen)
+  return _figures(step, mesh, _counting(config, settings, mesh), state, batch, frozen)
 
 
 def score_figures(
-  config: ModelConfig, settings: LearnerSettings, mesh: Mesh, kept_tokens: int = 0
+  config: ModelConfig, settings: LearnerSettings, mesh: Mesh, recorded: Recorded = NOTHING
 ) -> ProgramFigures:
   """Scoring without gradients, over full micro-batches.
 
@@ -153,27 +171,42 @@ def score_figures(
     OutOfMemory: it does not fit.
   """
   params = learner_state(config, settings, mesh).params
-  batch = abstract_batch(config, settings, mesh, kept_tokens)
+  batch = abstract_batch(config, settings, mesh, recorded)
   score = make_score(config, mesh, settings.forward)
   frozen = frozen_weights(config, settings, mesh)
-  return _figures(score, mesh, settings.rows.max_micro_batches, params, batch, frozen)
+  return _figures(score, mesh, _counting(config, settings, mesh), params, batch, frozen)
+
+
+def _counting(config: ModelConfig, settings: LearnerSettings, mesh: Mesh) -> Counting:
+  """How often loops run: over micro-batches, and over blocks of slots of one expert."""
+  rows, parts = settings.rows, mesh.shape['expert']
+  trips = rows.max_micro_batches
+  if not config.num_experts:
+    return Counting(unknown_trips=trips)
+  held = config.num_experts // parts
+  here = rows.micro_batch_rows // (mesh.shape['data'] * mesh.shape['fsdp'])
+  choices = here * rows.shape.length * config.experts_per_token
+  # An expert's last block is half empty, taking one with another.
+  blocks = choices / parts / block_size(choices, held) + held / 2
+  # Rows are not split over the axis of experts: its devices do all else alike.
+  return Counting(unknown_trips=trips, block_trips=blocks, grouped_share=1 / parts, copies=parts)
 
 
 def _figures(
-  function: Any, mesh: Mesh, micro_batches: int, trained: Any, batch: Any, frozen: tuple[Any, ...]
+  function: Any, mesh: Mesh, counting: Counting, trained: Any, batch: Any, frozen: tuple[Any, ...]
 ) -> ProgramFigures:
   count = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
   start = time.perf_counter()
   # Mosaic asks for the device that it lowers to; none is attached, so the mesh must say it.
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    flops = traced_flops(function, trained, batch, count, *frozen, unknown_trips=micro_batches)
+    flops = traced_flops(function, trained, batch, count, *frozen, counting=counting)
     compiled = compiled_or_too_large(function.lower(trained, batch, count, *frozen))
   memory = compiled.memory_analysis()
   return ProgramFigures(
     flops=flops,
     argument_bytes=memory.argument_size_in_bytes,
     temporary_bytes=memory.temp_size_in_bytes,
-    counts=count_compiled(compiled.as_text(), unknown_trips=micro_batches),
+    counts=count_compiled(compiled.as_text(), counting=counting),
     compile_s=time.perf_counter() - start,
   )
 

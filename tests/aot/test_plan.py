@@ -11,7 +11,7 @@ from rlax_stack.planning.topologies import describe
 
 pytest.importorskip('libtpu')
 
-_PLANNED = ['qwen3_0p6b_v5e_8']
+_PLANNED = ['qwen3_0p6b_v5e_8', 'qwen3_30b_a3b_v5p_64']
 
 
 @pytest.mark.aot_all

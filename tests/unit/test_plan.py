@@ -17,7 +17,7 @@ from rlax_stack.models.shapes import SHAPES
 from rlax_stack.plan_of_config import make_plan
 from rlax_stack.planning import learner_programs
 from rlax_stack.planning.cost_model import model_flops, num_parameters
-from rlax_stack.planning.learner_programs import OutOfMemory, StateBytes
+from rlax_stack.planning.learner_programs import OutOfMemory, Recorded, StateBytes
 from rlax_stack.planning.report import Line, Report, gib, seconds
 from rlax_stack.planning.topologies import KINDS, Topology, describe, virtual_devices
 from rlax_stack.sharding import make_mesh
@@ -127,6 +127,36 @@ def test_work_is_that_of_the_real_step(report):
   needed, counted = float(lines['FLOPs that are needed']), float(lines['FLOPs of a step'])
   assert needed < counted < 4 * needed
   assert 'all-gather sent by a device' in lines
+
+
+def test_a_mixture_is_planned_with_its_routing_recorded():
+  mixture = dataclasses.replace(_TINY, num_experts=8, experts_per_token=2, moe_intermediate_size=64)
+  config = _config(rollout__router_replay=True, learner__router_z_coef=0.1)
+  config = dataclasses.replace(
+    config,
+    learner=dataclasses.replace(
+      config.learner, mesh=dataclasses.replace(config.learner.mesh, fsdp=1, expert=2)
+    ),
+  )
+  made = make_plan(config, mixture, _topology())
+  lines = {line.name: line.value for _, section in made.sections for line in section}
+  assert float(lines['parameters']) == pytest.approx(num_parameters(mixture), rel=1e-3)
+  idle = 2 * 6 * 3 * 64 * 64  # two layers, six experts, three kernels
+  used = num_parameters(mixture) - idle
+  assert float(lines['of them in use for a token']) == pytest.approx(used, rel=1e-3)
+  needed, counted = float(lines['FLOPs that are needed']), float(lines['FLOPs of a step'])
+  # Both devices do all but the experts.
+  assert needed < counted < 6 * needed
+  settings = assembly.learner_settings(config, jnp.float32)
+  mesh = make_mesh({'expert': 2}, jax.devices()[:2])
+  recorded = Recorded(experts=True)
+  batch = learner_programs.abstract_batch(mixture, settings, mesh, recorded)
+  assert batch.experts.shape == (*batch.tokens.shape, 2, 2) and batch.experts.dtype == jnp.int16
+  assert batch.place_weight.shape == batch.tokens.shape
+  bare = learner_programs.abstract_batch(_TINY, settings, mesh)
+  assert bare.experts is None and bare.place_weight is None
+  with pytest.raises(ConfigError, match='router_replay=True .*this model is dense'):
+    make_plan(_config(rollout__router_replay=True), _TINY, _topology())
 
 
 def test_a_device_that_is_too_small_is_named_with_the_knob():

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rlax_stack.models.experts import ExpertKernels, mix, route
 from rlax_stack.planning.compiled_counts import COLLECTIVES, CompiledCounts, count_compiled
+from rlax_stack.planning.traced_flops import Counting, traced_flops
 from rlax_stack.sharding import make_mesh
 
 _WHOLE = PartitionSpec()
@@ -70,7 +72,9 @@ def test_loops_of_unknown_length_run_as_often_as_is_said(mesh):
     ((64, 64), jnp.float32, whole),
     ((), jnp.int32, whole),
   )
-  assert count_compiled(text, unknown_trips=7).product_flops == 7 * 2 * 8 * 64 * 64
+  assert (
+    count_compiled(text, counting=Counting(unknown_trips=7)).product_flops == 7 * 2 * 8 * 64 * 64
+  )
 
 
 def test_what_a_tpu_program_says():
@@ -135,7 +139,10 @@ ENTRY %main (x: bf16[16,64]) -> bf16[16,64] {
   ROOT %loop = (s32[], bf16[16,64]) while(%x), condition=%given, body=%body
 }
 """
-  assert count_compiled(text, unknown_trips=5).product_flops == 5 * 28 * 2 * 16 * 64 * 64
+  assert (
+    count_compiled(text, counting=Counting(unknown_trips=5)).product_flops
+    == 5 * 28 * 2 * 16 * 64 * 64
+  )
 
 
 @pytest.mark.parametrize(
@@ -215,3 +222,22 @@ ENTRY %main (x: bf16[4,64]) -> bf16[16,64] {
   assert counts.calls['all-gather'] == 1
   assert counts.sent_bytes['all-gather'] == 16 * 64 * 2 * 3 / 4
   assert counts.product_flops == 2 * 4 * 64 * 32
+
+
+def test_loops_over_blocks_of_experts_have_their_own_number():
+  """Three products of a block forward, and six of gradients."""
+  shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((6, 8, 4), (6, 8, 4), (6, 4, 8))]
+  x, router = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 4), (6, 4)))
+
+  def loss(x, router, kernels):
+    routing = route(x, router, experts_per_token=3, normalise=True)
+    return jnp.sum(jnp.sin(mix(x, routing, kernels, form='blocks')))
+
+  gradient = jax.grad(loss, argnums=(0, 1, 2))
+  arguments = (x, router, ExpertKernels(*shapes))
+  counting = Counting(unknown_trips=1000, block_trips=5)
+  router_flops, block_flops = 3 * 2 * 64 * 4 * 6, 9 * 2 * 32 * 4 * 8  # blocks of 32 slots
+  text = jax.jit(gradient).lower(*arguments).compile().as_text()
+  got = count_compiled(text, counting=counting).product_flops
+  assert got == router_flops + 5 * block_flops
+  assert traced_flops(gradient, *arguments, counting=counting) == got

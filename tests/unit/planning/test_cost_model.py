@@ -39,6 +39,39 @@ def test_known_shapes_have_the_numbers_that_their_names_say(name, billions):
   assert cost_model.num_parameters(config) / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
+@pytest.mark.parametrize(
+  ('name', 'layers', 'hidden', 'attention', 'norms', 'experts', 'width', 'taken', 'vocabulary'),
+  [
+    # q and o of 32 heads, k and v of 4; Qwen3 norms q and k.
+    ('qwen3-30b-a3b', 48, 2048, 72 * 128, 2 * 2048 + 256, 128, 768, 8, 151936),
+    ('qwen3_235b_a22b', 94, 4096, 136 * 128, 2 * 4096 + 256, 128, 1536, 8, 151936),
+    ('mixtral-8x7b', 32, 4096, 80 * 128, 2 * 4096, 8, 14336, 2, 32000),
+    ('mixtral_8x22b', 56, 6144, 112 * 128, 2 * 6144, 8, 16384, 2, 32000),
+  ],
+)
+def test_mixtures_have_the_numbers_and_the_work_of_their_names(
+  name, layers, hidden, attention, norms, experts, width, taken, vocabulary
+):
+  config = known_shape(f'shape:{name}')
+  expert, rest = 3 * hidden * width, hidden * attention + experts * hidden + norms
+  ends = 2 * vocabulary * hidden + hidden
+  assert cost_model.num_parameters(config) == layers * (experts * expert + rest) + ends
+  assert cost_model.active_parameters(config) == layers * (taken * expert + rest) + ends
+  billions = {'30b': (30.53, 3.35), '235b': (235.1, 22.2), '8x7b': (46.70, 12.88)}
+  whole, active = billions.get(name.replace('_', '-').split('-')[1], (140.6, 39.15))
+  assert cost_model.num_parameters(config) / 1e9 == pytest.approx(whole, rel=2e-3)
+  assert cost_model.active_parameters(config) / 1e9 == pytest.approx(active, rel=5e-3)
+  # Every number of a layer but those of its norms is multiplied once for every token.
+  products = layers * (taken * expert + rest - norms)
+  got = cost_model.model_flops(config, tokens=7, targets=3, pairs=0.0, backward=False)
+  assert got == 2 * 7 * products + 2 * 3 * vocabulary * hidden
+
+
+def test_a_dense_model_uses_all_of_itself():
+  config = SHAPES['qwen3_8b']
+  assert cost_model.active_parameters(config) == cost_model.num_parameters(config)
+
+
 @pytest.mark.parametrize('name', SHAPES)
 def test_numbers_are_those_of_the_tree(name):
   leaves = jax.tree.leaves(decoder.abstract_params(SHAPES[name]))
@@ -98,6 +131,27 @@ def test_an_engine_holds_what_it_allocates(weights, kv):
   served = Engine(_SMALL, sizes).load_params(params)
   # Scales of weights, one per output, are left out: they are a few in a thousand.
   assert got.weights == pytest.approx(held(served), rel=0.02)
+
+
+def test_an_engine_of_a_mixture_holds_experts_once_and_reads_those_that_are_taken():
+  config = dataclasses.replace(
+    _SMALL, num_experts=16, experts_per_token=2, moe_intermediate_size=96
+  )
+  sizes = EngineConfig(
+    slots=4, max_prompt_tokens=64, max_new_tokens=32, compute_dtype=jnp.float32, rows_per_block=4
+  )
+  params = decoder.init_params(config, jax.random.key(0))
+  served = Engine(config, sizes).load_params(params)
+  held = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(served))
+  assert cost_model.engine_bytes(config, sizes, 4).weights == held
+  # Four rows of two experts each: one of sixteen stays idle with a chance of (7/8)^4.
+  experts = 2 * 16 * 3 * 576 * 96
+  rest = cost_model.num_parameters(config) - experts - 1000 * 576
+  token = 2 * 2 * 3 * 64 * 4
+  read = 4 * (rest + experts * (1 - 0.875**4) + 1000 * 576) + token * (64 + 4 * 16)
+  half = Lengths(mean=32.0)
+  got = cost_model.decode_step_s(config, sizes, _KIND, group_size=4, itemsize=4, lengths=half)
+  assert got == pytest.approx(read / 1e11)
 
 
 def test_a_decode_step_reads_weights_and_kv_once():

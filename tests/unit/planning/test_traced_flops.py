@@ -7,7 +7,8 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
 
-from rlax_stack.planning.traced_flops import traced_flops
+from rlax_stack.models.experts import LOOP, ExpertKernels, mix, route
+from rlax_stack.planning.traced_flops import Counting, traced_flops
 from rlax_stack.sharding import make_mesh
 
 
@@ -36,7 +37,9 @@ def test_loops_count_as_often_as_they_run():
     return jax.lax.fori_loop(0, count, lambda i, x: x @ w, x)
 
   arguments = (_shape(3, 4), _shape(4, 4), jax.ShapeDtypeStruct((), jnp.int32))
-  assert traced_flops(micro_batches, *arguments, unknown_trips=5) == 5 * 2 * 3 * 4 * 4
+  assert (
+    traced_flops(micro_batches, *arguments, counting=Counting(unknown_trips=5)) == 5 * 2 * 3 * 4 * 4
+  )
 
 
 def test_what_is_computed_again_counts_again():
@@ -84,3 +87,23 @@ def test_grouped_products(experts):
     lambda x, w: jax.lax.ragged_dot(x, w, sizes), _shape(2 * experts, 5), _shape(experts, 5, 7)
   )
   assert flops == 2 * 2 * experts * 5 * 7
+
+
+@pytest.mark.parametrize('form', ['ragged', 'blocks'])
+def test_experts_on_a_mesh(form):
+  """Half of the choices are of the experts that a device has; the router is the same product on both."""
+  tokens, width, inner, count, chosen, parts = 64, 4, 8, 6, 3, 2
+  mesh = make_mesh({'expert': parts}, jax.devices()[:parts])
+
+  def layer(x, router, kernels):
+    routing = route(x, router, experts_per_token=chosen, normalise=True)
+    return mix(x, routing, kernels, mesh=mesh, form=form)
+
+  kernels = ((count, inner, width), (count, inner, width), (count, width, inner))
+  arguments = (_shape(1, tokens, width), _shape(count, width))
+  kernels = ExpertKernels(*(_shape(*kernel) for kernel in kernels))
+  counting = Counting(unknown_trips=99, block_trips=1.5, grouped_share=0.5, copies=parts)
+  rows = tokens * chosen if form == 'ragged' else parts * 1.5 * 64  # blocks of 64
+  want = parts * 2 * tokens * width * count + 3 * 2 * rows * width * inner
+  assert traced_flops(layer, *arguments, kernels, counting=counting) == want
+  assert counting.trips(f'a/{LOOP}/b') == 1.5 and counting.trips('a') == 99

@@ -249,7 +249,7 @@ def _engine_lines(
       ),
     )
   return (
-    Line('weights, for prefill and decode', gib(held.weights), _COUNTED),
+    Line('weights', gib(held.weights), _COUNTED),
     Line('KV of prompts', gib(held.prefix_kv), _COUNTED),
     Line('KV of samples', gib(held.suffix_kv), _COUNTED),
     *([Line('frozen weights, to merge adapters into', gib(base), _COUNTED)] if frozen else []),

@@ -23,5 +23,6 @@ def get_config():
   config.rollout.max_prompt_tokens = 1024
   config.rollout.max_tokens = 3072
   config.rollout.slots = 64
+  config.rollout.kv_fraction = 0.4
   config.fleet.max_staleness = 1
   return config

@@ -73,8 +73,13 @@ def count_compiled(text: str, *, counting: Counting = ONCE) -> CompiledCounts:
     for operation in computations[name]:
       kind = operation.kind.removesuffix('-start')
       if kind in COLLECTIVES and not goes_on:
-        calls[kind] += times
-        sent[kind] += times * _sent_bytes(kind, operation)
+        # As TPU programs write a sum of which every device keeps its own part.
+        scattered = kind == 'all-reduce' and name.startswith('all-reduce-scatter')
+        share = 0.5 if scattered else 1.0
+        calls['reduce-scatter' if scattered else kind] += times
+        sent['reduce-scatter' if scattered else kind] += (
+          share * times * _sent_bytes(kind, operation)
+        )
       flops += times * _product_flops(operation, shapes)
   return CompiledCounts(calls=calls, sent_bytes=sent, product_flops=flops)
 

@@ -122,14 +122,12 @@ class EngineBytes:
 
 
 def engine_bytes(config: ModelConfig, sizes: EngineConfig, itemsize: int) -> EngineBytes:
-  """Of an engine of these sizes; a quantised number takes one byte and its scales a little."""
+  """Of an engine of these sizes on an accelerator; a quantised number takes one byte and its scales a little."""
   weight = itemsize if sizes.weights == 'same' else 1
   token, embeddings = _token_bytes(config, sizes, itemsize), _embeddings(config)
   layers = num_parameters(config) - embeddings
-  # Layers are held twice: as prefill and as decode multiply by them; of a mixture all but the experts.
-  again = config.num_layers * _attention(config) if config.num_experts else layers
   return EngineBytes(
-    weights=embeddings * itemsize + (layers + again) * weight,
+    weights=embeddings * itemsize + layers * weight,
     prefix_kv=token * sizes.prefix_pages * sizes.page_size,
     suffix_kv=token * sizes.suffix_pages * sizes.suffix_page_size,
     logits=4.0 * sizes.slots * config.vocab_size,
@@ -153,7 +151,7 @@ def decode_step_s(
   rows = min(group_size, sizes.rows_per_block)
   prompts = math.ceil(sizes.slots / rows) * sizes.max_prompt_tokens
   read = token * (prompts + sizes.slots * min(lengths.seen, sizes.max_new_tokens))
-  layers = (held.weights - _embeddings(config) * itemsize) / 2  # decode reads one of the two
+  layers = held.weights - _embeddings(config) * itemsize
   if config.num_experts:
     idle = (1 - config.experts_per_token / config.num_experts) ** sizes.slots
     experts = config.num_layers * config.num_experts * _expert(config)

@@ -40,7 +40,7 @@ def engine_figures(config: ModelConfig, sizes: EngineConfig, device: Any) -> Eng
   """
   mesh, start = make_mesh({}, [device]), time.perf_counter()
   with dispatch.described(device):
-    engine = Engine(config, sizes)
+    engine = Engine(config, sizes, join_kernels=False)  # as on the accelerators that plans are for
     params = _placed(mesh, jax.eval_shape(engine.load_params, decoder.abstract_params(config)))
     decode = _bytes(mesh, *_decode(engine, config, mesh, params), donated=1)
     prefill = _bytes(mesh, *_prefill(engine, mesh, params))

@@ -44,7 +44,8 @@ def quantise_params(params: ServingParams, kind: str) -> ServingParams:
   """A quantised copy of weights in serving form, which must not be quantised already."""
   dtype = params.model['embedder']['embedding'].dtype
   model = quantise_model(params.model, kind, dtype)
-  return ServingParams(model, fuse_layers(model['layers'], dtype), params.qkv_bias)
+  kernels = fuse_layers(model['layers'], dtype) if params.kernels else ()
+  return ServingParams(model, kernels, params.qkv_bias)
 
 
 class QuantisedTable(NamedTuple):

@@ -3,9 +3,9 @@
 Decode multiplies few tokens by large matrices. On the CPU `W [out, in] @ x [in, M]` is two to three times quicker than
 `x [M, in] @ Wᵀ` for small M, and a column's result does not depend on where it stands; hence hidden states are [D, M]
 here. Layers run in a loop, compiled once. Slicing a layer's kernel out of a stack would copy the whole model in every
-step, so kernels are separate arrays and a switch picks the product. Experts stay in their stack: only those that were
-chosen are taken out of it. The formulas are those of models/decoder.py, which stays the reference (a test compares the
-two).
+step on the CPU, so there kernels are separate arrays and a switch picks the product; an accelerator reads the slice
+where it lies, and holds the model once. Experts stay in their stack: only those that were chosen are taken out of it.
+The formulas are those of models/decoder.py, which stays the reference (a test compares the two).
 """
 
 from typing import Any, NamedTuple
@@ -27,10 +27,14 @@ class ServingParams(NamedTuple):
   """What every engine call takes: the model's own tree for prefill and fused kernels for decode."""
 
   model: decoder.Params  # the tree of models/decoder.py, in the compute dtype
-  # One dict per layer: qkv, o and, but for mixtures, gate_up and down, [out, in].
+  # One dict per layer: qkv, o and, but for mixtures, gate_up and down, [out, in]. () where a step takes the
+  # layers out of the model's tree, so that they are held once.
   kernels: tuple[dict[str, Kernel], ...]
   qkv_bias: jax.Array | None  # [L, out], where the model has one
   draft: 'ServingParams | None' = None  # a quantised copy that proposes tokens
+
+
+_JOINED = {'qkv': ('q', 'k', 'v'), 'o': ('o',), 'gate_up': ('gate', 'up'), 'down': ('down',)}
 
 
 def fuse_layer(stacked: decoder.Params, index: jax.Array, *, dtype: Any) -> dict[str, Kernel]:
@@ -45,10 +49,8 @@ def fuse_layer(stacked: decoder.Params, index: jax.Array, *, dtype: Any) -> dict
       return jnp.concatenate([kernel[index].astype(dtype) for kernel in kernels])
     return jax.tree.map(lambda *parts: jnp.concatenate([x[index] for x in parts]), *kernels)
 
-  attention = {'qkv': join('q', 'k', 'v'), 'o': join('o')}
-  if 'router' in stacked:
-    return attention
-  return attention | {'gate_up': join('gate', 'up'), 'down': join('down')}
+  names = ('qkv', 'o') if 'router' in stacked else _JOINED
+  return {name: join(*_JOINED[name]) for name in names}
 
 
 _fuse_layer = jax.jit(fuse_layer, static_argnames='dtype')
@@ -96,6 +98,13 @@ def _norm(config: ModelConfig, scale: jax.Array, x: jax.Array) -> jax.Array:
 
 def _product(params: ServingParams, name: str, layer: jax.Array, x: jax.Array) -> jax.Array:
   """Kernel `name` of a layer times x [in, M]."""
+  if not params.kernels:
+    stacked = params.model['layers']
+    parts = [
+      columns_product(jax.tree.map(lambda k: k[layer], stacked[f'{part}_proj']['kernel']), x)
+      for part in _JOINED[name]
+    ]
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
   branches = [lambda y, w=kernels[name]: columns_product(w, y) for kernels in params.kernels]
   return jax.lax.switch(layer, branches, x)
 

@@ -241,3 +241,22 @@ def test_loops_over_blocks_of_experts_have_their_own_number():
   got = count_compiled(text, counting=counting).product_flops
   assert got == router_flops + 5 * block_flops
   assert traced_flops(gradient, *arguments, counting=counting) == got
+
+
+def test_a_sum_that_is_scattered_is_sent_half():
+  text = """HloModule step
+
+%all-reduce-scatter.3 (a: bf16[16,64]) -> bf16[4,64] {
+  %a = bf16[16,64]{1,0} parameter(0)
+  %r = bf16[16,64]{1,0} all-reduce(%a), replica_groups=[1,4]<=[4], to_apply=%sum
+  ROOT %s = bf16[4,64]{1,0} dynamic-slice(%r, %a, %a), dynamic_slice_sizes={4,64}
+}
+
+ENTRY %main (x: bf16[16,64]) -> bf16[4,64] {
+  %x = bf16[16,64]{1,0} parameter(0)
+  ROOT %f = bf16[4,64]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3
+}
+"""
+  counts = count_compiled(text)
+  assert counts.calls['reduce-scatter'] == 1 and counts.calls['all-reduce'] == 0
+  assert counts.sent_bytes['reduce-scatter'] == 16 * 64 * 2 * 3 / 4

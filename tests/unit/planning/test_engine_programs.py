@@ -25,14 +25,14 @@ def _bytes(tree):
 
 
 def test_bytes_are_those_of_an_engine():
-  engine = Engine(_TINY, _SIZES)
+  engine = Engine(_TINY, _SIZES, join_kernels=False)
   params = _bytes(engine.load_params(decoder.init_params(_TINY, jax.random.key(0))))
   state = _bytes(engine.init_decode_state())
   found = engine_figures(_TINY, _SIZES, jax.devices()[0])
   assert isinstance(found, EngineFigures) and found.compile_s > 0
   # Beside them: work lists, results and temporaries.
   assert params + state < found.decode < 1.5 * (params + state)
-  assert params < found.prefill < 3 * params
+  assert params < found.prefill < 4 * params
 
 
 def test_a_program_that_is_too_large_is_told_from_other_errors():

@@ -60,12 +60,14 @@ def _random(tree, seed):
   return jax.tree.unflatten(structure, filled)
 
 
+@pytest.mark.parametrize('joined', [True, False])
 @pytest.mark.parametrize('variant', sorted(_VARIANTS))
-def test_layers_equal_the_plain_decoder(tiny, variant):
+def test_layers_equal_the_plain_decoder(tiny, variant, joined):
   config = dataclasses.replace(tiny.MODEL, **_VARIANTS[variant])
   params = _random(decoder.abstract_params(config), 3)
   tokens, positions = tiny.prompt(0, 6), jnp.arange(6, dtype=jnp.int32)
-  served = Engine(config, tiny.SIZES).load_params(params)
+  served = Engine(config, tiny.SIZES, join_kernels=joined).load_params(params)
+  assert bool(served.kernels) == joined
   kinds = decoder.layers_that_see_all(config)
 
   def attend(q, k, v, **kind):
@@ -160,3 +162,16 @@ def test_causal_attention_in_query_blocks(rule):
       weights = np.exp(scores - scores.max())
       want = weights @ v[0, start : t + 1, head // 2] / weights.sum()
       np.testing.assert_allclose(got[0, t, head], want, atol=1e-5)
+
+
+def test_quantised_kernels_are_taken_out_of_the_tree(tiny):
+  """With the layers held once: the products of joined kernels."""
+  sizes = dataclasses.replace(tiny.SIZES, weights='int8_dynamic')
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(tiny.MODEL.hidden_size, 5)), jnp.float32)
+  found = []
+  for joined in (True, False):
+    served = Engine(tiny.MODEL, sizes, join_kernels=joined).load_params(tiny.params())
+    sin, cos = serving.column_rotation(tiny.MODEL, jnp.arange(5, dtype=jnp.int32))
+    found.append(serving.project_qkv(served, tiny.MODEL, jnp.int32(1), x, sin, cos))
+  for one, other in zip(*found, strict=True):
+    np.testing.assert_allclose(one, other, atol=1e-5)

@@ -90,13 +90,17 @@ def get_config():
   config.objective.aggregation = 'token_mean'  # how token losses become one number
 
   config.learner = ConfigDict()
+  config.learner.optimizer = 'adamw'  # adamw | muon | adafactor | lion | sgd | schedule_free
+  config.learner.optimizer_dtype = 'float32'  # of moments: float32 | bfloat16 (stochastic rounding)
+  config.learner.gradient_dtype = 'float32'  # of the sum over micro-batches: float32 | bfloat16
   config.learner.learning_rate = 1e-6  # peak
   config.learner.warmup_steps = 0  # linear from 0
   config.learner.decay = 'constant'  # constant | linear | cosine, to 0 at the last step
-  config.learner.weight_decay = 0.0  # AdamW, on kernels and embeddings
-  config.learner.beta1 = 0.9  # AdamW
-  config.learner.beta2 = 0.95  # AdamW
-  config.learner.epsilon = 1e-8  # AdamW
+  config.learner.weight_decay = 0.0  # decoupled, on kernels and embeddings
+  config.learner.beta1 = 0.9  # adamw, lion, muon's Adam; of schedule_free's average, above 0
+  config.learner.beta2 = 0.95  # adamw, lion, muon's Adam, schedule_free
+  config.learner.epsilon = 1e-8  # adamw, muon's Adam, schedule_free
+  config.learner.momentum = 0.95  # muon, sgd
   config.learner.max_grad_norm = 1.0  # global-norm clip
   config.learner.updates_per_batch = 1  # optimizer steps on each batch
   config.learner.row_length = 0  # tokens of a packed row; 0 fits the largest group, up to 2048

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from rlax_stack.config import LearnerSection, RunConfig, to_plain
+from rlax_stack.config import RunConfig, to_plain
 from rlax_stack.data.iterator import PromptIterator
 from rlax_stack.data.source import PromptSource
 from rlax_stack.errors import ConfigError, DataError, PromptTooLongError
@@ -162,7 +162,7 @@ def learner_settings(config: RunConfig, compute_dtype: Any) -> LearnerSettings:
       kernels=config.model.kernels,
     ),
     objective=objective,
-    optimizer=_optimizer_settings(section, config.steps, critic.pretrain_updates if critic else 0),
+    optimizer=_optimizer_settings(config, critic.pretrain_updates if critic else 0),
     updates_per_batch=section.updates_per_batch,
     max_skipped_in_row=section.max_skipped_steps,
   )
@@ -184,19 +184,23 @@ def warm_start(config: RunConfig, learner: Learner) -> str:
   return critic.warm_start
 
 
-def _optimizer_settings(
-  section: LearnerSection, steps: int, pretrain_updates: int
-) -> OptimizerSettings:
+def _optimizer_settings(config: RunConfig, pretrain_updates: int) -> OptimizerSettings:
+  section, rounded = config.learner, config.learner.optimizer_dtype == 'bfloat16'
   return OptimizerSettings(
+    name=section.optimizer,
     learning_rate=section.learning_rate,
     warmup_steps=section.warmup_steps * section.updates_per_batch,
     decay=section.decay,
-    total_steps=steps * section.updates_per_batch - pretrain_updates,
+    total_steps=config.steps * section.updates_per_batch - pretrain_updates,
     b1=section.beta1,
     b2=section.beta2,
     eps=section.epsilon,
     weight_decay=section.weight_decay,
+    momentum=section.momentum,
     max_grad_norm=section.max_grad_norm,
+    state_dtype=section.optimizer_dtype,
+    gradient_dtype=section.gradient_dtype,
+    seed=config.seed if rounded else 0,  # other programs are the same for every seed
   )
 
 

@@ -125,6 +125,9 @@ class MeshSection:
 class LearnerSection:
   """The optimizer, the packed rows and the mesh."""
 
+  optimizer: str
+  optimizer_dtype: str
+  gradient_dtype: str
   learning_rate: float
   warmup_steps: int
   decay: str
@@ -132,6 +135,7 @@ class LearnerSection:
   beta1: float
   beta2: float
   epsilon: float
+  momentum: float
   max_grad_norm: float
   updates_per_batch: int
   row_length: int

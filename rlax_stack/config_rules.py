@@ -6,6 +6,7 @@ from typing import Any
 from rlax_stack.config import RunConfig, nearest
 from rlax_stack.errors import ConfigError
 from rlax_stack.evaluation import VOTES
+from rlax_stack.learner.optimizer import DTYPES, OPTIMIZERS, SCHEDULES
 from rlax_stack.objective_rules import filters, objective_problems
 from rlax_stack.rollout.strategies import make_strategy
 from rlax_stack.rollout.strategies.independent import Independent
@@ -17,7 +18,10 @@ _CHOICES = {
   'data.eval.kind': ('jsonl', 'gsm8k', 'reasoning_gym'),
   'data.train.split': ('train', 'test'),
   'data.eval.split': ('train', 'test'),
-  'learner.decay': ('constant', 'linear', 'cosine'),
+  'learner.optimizer': tuple(OPTIMIZERS),
+  'learner.optimizer_dtype': tuple(DTYPES),
+  'learner.gradient_dtype': tuple(DTYPES),
+  'learner.decay': SCHEDULES,
   'learner.remat': ('none', 'layer', 'dots'),
   'fleet.runtime': ('local',),
   'rollout.weights': ('same', 'int8', 'fp8', 'int8_dynamic'),
@@ -92,6 +96,7 @@ _FRACTIONS = (
   'rollout.kv_fraction',
   'learner.beta1',
   'learner.beta2',
+  'learner.momentum',
 )
 
 
@@ -273,6 +278,12 @@ def _learner_rules(config: RunConfig) -> Iterator[str]:
   for axis in ('data', 'fsdp', 'tensor'):
     if getattr(learner.mesh, axis) < 1:
       yield f'config.learner.mesh.{axis} must be 1 or more.'
+  if learner.optimizer == 'schedule_free' and (learner.beta1 == 0 or learner.decay != 'constant'):
+    yield (
+      'config.learner.optimizer=schedule_free averages weights in the place of a momentum and a schedule, '
+      f'but config.learner.beta1={learner.beta1} and decay={learner.decay}. Set beta1 above 0 and '
+      'decay=constant.'
+    )
   if learner.warmup_steps >= config.steps:
     yield f'config.learner.warmup_steps={learner.warmup_steps} leaves no step of config.steps.'
 

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rlax_stack.errors import NonFiniteError
 from rlax_stack.learner import critic as critics
 from rlax_stack.learner import packing
+from rlax_stack.learner.directions import averaged_weights, schedule_free_state
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
 from rlax_stack.learner.row_plan import RowPlan
 from rlax_stack.learner.scoring import (
@@ -115,7 +116,8 @@ class Learner:
     if self._critic is not None:
       self._score_values = critics.make_value_score(config, mesh, settings.forward, self._critic)
     self._capacity = settings.rows.max_micro_batches
-    self._anchor = self.snapshot() if self._objective.tags & _ANCHORED else None
+    anchored = self._objective.tags & _ANCHORED
+    self._anchor = _copy(self._state.params, None, jnp.float32) if anchored else None
     self._last: StepMetrics | None = None
 
   @property
@@ -139,18 +141,18 @@ class Learner:
 
   @property
   def params(self) -> Any:
-    """The current weights. Their arrays are given up at the next `train`.
+    """The weights that are trained. Their arrays are given up at the next `train`.
 
     Copy what must live on.
     """
     return self._state.params
 
   def snapshot(self, dtype: Any = jnp.float32) -> Any:
-    """A copy of the current weights in `dtype`, with their shardings.
+    """A copy of the weights to publish in `dtype`, with their shardings.
 
-    That outlives the next `train`.
+    They are the current ones, or the average that schedule_free keeps. It outlives the next `train`.
     """
-    return _copy(self._state.params, dtype)
+    return _copy(self._state.params, schedule_free_state(self._state.opt_state), dtype)
 
   def abstract_state(self) -> Any:
     """Shapes, dtypes and shardings of `state`, for restoring into."""
@@ -330,6 +332,8 @@ def _without(group: Group, keep: np.ndarray) -> Group:
 
 
 @functools.partial(jax.jit, static_argnames='dtype')
-def _copy(params: Any, dtype: Any) -> Any:
-  """A copy that shares no buffer with `params`."""
+def _copy(params: Any, schedule_free: Any, dtype: Any) -> Any:
+  """A copy that shares no buffer with `params`, or the average where there is one."""
+  if schedule_free is not None:
+    params = averaged_weights(schedule_free, params)
   return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)

@@ -138,6 +138,10 @@ def get_config():
   config.plan.dcn_gb_s = 12.5  # bandwidth over which weights are published, GB/s
   config.plan.price = 0.0  # of a chip and hour; 0 leaves prices out
 
+  config.profile = ConfigDict()
+  config.profile.steps = ()  # traced for xprof, counted from 1, such as (3,4); in <run>/profile
+  config.profile.peak_tflops = 0.0  # bfloat16 peak of a device, for perf/mfu; 0 = by its kind
+
   config.serve = ConfigDict()  # python -m rlax_stack.serve
   config.serve.host = '127.0.0.1'  # any but a loopback address needs a token
   config.serve.port = 8000  # of HTTP; 0 takes a free one

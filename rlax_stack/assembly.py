@@ -49,6 +49,7 @@ FREE_KEYS = (
   'checkpoint',
   'eval',
   'plan',
+  'profile',
   'serve',
   'observe',
   'fleet.batch_timeout_s',

@@ -186,6 +186,14 @@ class PlanSection:
 
 
 @_frozen
+class ProfileSection:
+  """What is traced, and what utilisation is measured against."""
+
+  steps: tuple[int, ...]
+  peak_tflops: float
+
+
+@_frozen
 class ServeSection:
   """The serving endpoint: where it listens and what it refuses."""
 
@@ -229,6 +237,7 @@ class RunConfig:
   checkpoint: CheckpointSection
   eval: EvalSection
   plan: PlanSection
+  profile: ProfileSection
   serve: ServeSection
   observe: ObserveSection
 

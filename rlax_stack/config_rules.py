@@ -84,6 +84,7 @@ _NOT_NEGATIVE = (
   'eval.every_steps',
   'eval.temperature',
   'plan.price',
+  'profile.peak_tflops',
   'serve.max_waiting',
   'serve.drain_timeout_s',
   'serve.follow_s',
@@ -140,6 +141,9 @@ def _combinations(config: RunConfig) -> Iterator[str]:
   yield from objective_problems(config)
   yield from _learner_rules(config)
   yield from _eval_rules(config)
+  for step in config.profile.steps:
+    if not 1 <= step <= config.steps:
+      yield f'config.profile.steps holds {step}: steps go from 1 to config.steps={config.steps}.'
   yield from _serve_rules(config)
 
 

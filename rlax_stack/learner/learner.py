@@ -29,6 +29,7 @@ from rlax_stack.learner.scoring import (
   rows_sharding,
 )
 from rlax_stack.learner.state import LearnerState, abstract_state, init_state
+from rlax_stack.learner.step_clock import StepClock
 from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.objectives import reward_batch
@@ -64,11 +65,21 @@ class LearnerSettings:
 class StepMetrics:
   """Metrics of one batch, still on the device; `result` waits for them."""
 
-  def __init__(self, scalars: Mapping[str, jax.Array], host: Mapping[str, float]):
-    self._scalars, self._host = scalars, host
+  def __init__(self, scalars: Mapping[str, jax.Array], host: Mapping[str, float], clock: StepClock):
+    self._scalars, self._host, self._clock = scalars, host, clock
+
+  def seconds(self) -> dict[str, float]:
+    """Where the time went; blocks until the step is done.
+
+    data: packing on the host. log_probs: anchor, proximal policy and critic scored beside the update.
+    train: forward, backward and optimizer, which are one program, and the copy of the batch to the
+    devices.
+    """
+    return self._clock.seconds()
 
   def result(self) -> dict[str, float]:
     """All metrics as Python floats; blocks until the step is done."""
+    self._clock.seconds()
     fetched = jax.device_get(dict(self._scalars))
     return dict(self._host) | {name: float(value) for name, value in fetched.items()}
 
@@ -201,26 +212,31 @@ class Learner:
         finite.
     """
     self.check_finite()
-    packed = self._pack_to_train(groups)
-    stats = packing.packing_stats(packed)
+    clock = StepClock()
+    packed = self._pack_to_train(groups, clock)
+    stats = packing.packing_stats(packed) | {'pairs_per_layer': self._pairs_per_layer(packed)}
     batch, num_micro = self._place(packed)
+    clock.done('data')
     if self._anchor is not None and 'anchor' in self._objective.tags:
       scores = self._score(self._anchor, batch, num_micro)
+      clock.dispatched('log_probs', scores)
       batch = batch._replace(anchor_log_probs_t=scores)
     if self._critic is not None:
       critic_params = self._state.critic['params']
       values, after = self._score_values(self._state.params, critic_params, batch, num_micro)
+      clock.dispatched('log_probs', after)
       batch = batch._replace(value_t=values, next_value_t=after)
     for update in range(self._settings.updates_per_batch):
-      if self._averaged:
-        batch = self._proximal(self._state.average['params'], batch, num_micro)
-      elif self._score_proximal and update == 0:
-        batch = self._proximal(self._state.params, batch, num_micro)
+      if self._averaged or (self._score_proximal and update == 0):
+        proximal = self._state.average['params'] if self._averaged else self._state.params
+        batch = self._proximal(proximal, batch, num_micro)
+        clock.dispatched('log_probs', batch.proximal_log_probs_t)
       self._state, scalars = self._step(self._state, batch, num_micro)
+      clock.dispatched('train', scalars['loss'])
     self._version += 1
     version = jax.device_put(np.int32(self._version), self._replicated)
     self._state = self._state._replace(version=version)
-    self._last = StepMetrics(scalars, {k: float(v) for k, v in stats.items()})
+    self._last = StepMetrics(scalars, {k: float(v) for k, v in stats.items()}, clock)
     return self._last
 
   def check_finite(self) -> None:
@@ -261,7 +277,16 @@ class Learner:
       result.append(tuple(of_group))
     return tuple(result)
 
-  def _pack_to_train(self, groups: Sequence[Group]) -> PackedBatch:
+  def _pairs_per_layer(self, packed: PackedBatch) -> float:
+    """Pairs of tokens that see each other, mean over layers."""
+    window, layers = self._config.sliding_window, self._config.num_layers
+    if window is None:
+      return packing.seen_pairs(packed)
+    whole = len(self._config.global_layers) / layers
+    near = packing.seen_pairs(packed, window)
+    return whole * packing.seen_pairs(packed) + (1 - whole) * near
+
+  def _pack_to_train(self, groups: Sequence[Group], clock: StepClock) -> PackedBatch:
     """Rows with advantages, without the trajectories that shaping takes out of the loss."""
     batch = reward_batch.from_groups(groups)
     if 'host_scores' in self._objective.tags:
@@ -270,6 +295,7 @@ class Learner:
         log_probs_t=_trained(groups, self._score_under(self._state.params, groups)),
         anchor_log_probs_t=_trained(groups, self._score_under(self._anchor, groups)),
       )
+      clock.done('log_probs')
     found = advantages_of(self._objective, batch, self._host_state)
     self._host_state = found.state
     ends = np.cumsum([len(group.trajectories) for group in groups])

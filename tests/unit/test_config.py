@@ -199,6 +199,7 @@ def test_missing_and_mistyped_fields_are_named():
     ({'learner__mesh.data': 0}, 'mesh.data must be 1 or more'),
     ({'learner__mesh.context': 2}, 'mesh.context must be 1'),
     ({'learner__warmup_steps': 100}, 'leaves no step'),
+    ({'profile__steps': (3, 101)}, 'profile.steps holds 101: steps go from 1 to config.steps=100'),
     ({'learner__optimizer': 'adafacter'}, 'learner.optimizer .* Did you mean adafactor?'),
     ({'learner__optimizer_dtype': 'float16'}, 'Did you mean .*float'),
     ({'learner__momentum': 1.5}, 'momentum must be from 0 to 1'),

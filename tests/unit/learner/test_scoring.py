@@ -19,6 +19,7 @@ from rlax_stack.learner.scoring import (
   target_log_probs,
 )
 from rlax_stack.learner.state import init_state, state_shardings, updates_applied
+from rlax_stack.learner.step_clock import StepClock
 from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models import decoder
 from rlax_stack.objectives.objective import resolve
@@ -132,7 +133,7 @@ def test_one_train_step_is_shared_by_equal_arguments(tiny):
 
 
 def test_step_metrics_join_device_and_host():
-  metrics = StepMetrics({'loss': jnp.float32(0.5)}, {'tokens': 3.0})
+  metrics = StepMetrics({'loss': jnp.float32(0.5)}, {'tokens': 3.0}, StepClock())
   assert metrics.result() == {'loss': 0.5, 'tokens': 3.0}
 
 

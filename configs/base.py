@@ -105,7 +105,7 @@ def get_config():
   config.learner.updates_per_batch = 1  # optimizer steps on each batch
   config.learner.row_length = 0  # tokens of a packed row; 0 fits the largest group, up to 2048
   config.learner.micro_batch_tokens = 1024  # computed at once on one device; memory grows with it
-  config.learner.remat = 'none'  # none | layer | dots: what the backward pass recomputes
+  config.learner.remat = 'none'  # none | layer | attention | dots | dots_attention | offload_*
   config.learner.max_skipped_steps = 5  # non-finite steps in a row that stop the run
   config.learner.mesh = ConfigDict()  # devices along each axis; their product is the devices used
   config.learner.mesh.data = 1  # replicas

@@ -22,6 +22,7 @@ from rlax_stack.learner.precision import resolve_compute_dtype
 from rlax_stack.learner.row_plan import plan_rows
 from rlax_stack.learner.scoring import ForwardSettings
 from rlax_stack.models.load import LoadedModel, load_model
+from rlax_stack.models.remat import check_offload
 from rlax_stack.objective_rules import resolve_objective
 from rlax_stack.pallas_kernels import dispatch
 from rlax_stack.pallas_kernels.decode_work import rows_per_read
@@ -138,6 +139,7 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
   available = jax.devices()
   mesh = make_mesh(sizes, available[:wanted] if wanted <= len(available) else available)
   dtype = resolve_compute_dtype(config.model.compute_dtype)
+  check_offload(section.remat, mesh.devices.flat[0])
   return Learner(model.config, model.params, learner_settings(config, dtype), mesh)
 
 

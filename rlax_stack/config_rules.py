@@ -7,6 +7,7 @@ from rlax_stack.config import RunConfig, nearest
 from rlax_stack.errors import ConfigError
 from rlax_stack.evaluation import VOTES
 from rlax_stack.learner.optimizer import DTYPES, OPTIMIZERS, SCHEDULES
+from rlax_stack.models.remat import REMAT_POLICIES
 from rlax_stack.objective_rules import filters, objective_problems
 from rlax_stack.rollout.strategies import make_strategy
 from rlax_stack.rollout.strategies.independent import Independent
@@ -22,7 +23,7 @@ _CHOICES = {
   'learner.optimizer_dtype': tuple(DTYPES),
   'learner.gradient_dtype': tuple(DTYPES),
   'learner.decay': SCHEDULES,
-  'learner.remat': ('none', 'layer', 'dots'),
+  'learner.remat': tuple(REMAT_POLICIES),
   'fleet.runtime': ('local',),
   'rollout.weights': ('same', 'int8', 'fp8', 'int8_dynamic'),
   'rollout.draft_weights': ('none', 'int8', 'fp8', 'int8_dynamic'),

@@ -232,7 +232,7 @@ def _cure(held: StateBytes, capacity: float) -> dict[str, Any]:
     return {'cure': 'the state alone exceeds a device: raise config.learner.mesh.fsdp or tensor'}
   return {
     'cure': 'the state fits, the rows do not: lower config.learner.micro_batch_tokens or row_length, set '
-    'config.learner.remat=layer, or raise config.learner.mesh.tensor'
+    'config.learner.remat=layer or offload_layer, or raise config.learner.mesh.tensor'
   }
 
 

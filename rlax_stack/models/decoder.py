@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rlax_stack.errors import ConfigError
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.quantised import QuantisedKernel, rows_product
+from rlax_stack.models.remat import named_input, remat_policy
 from rlax_stack.models.rotary import rotate, rotation
 
 Params = dict[str, Any]
@@ -34,12 +34,6 @@ Attend = Callable[..., Any]  # of queries, keys and values, and of what a layer 
 ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True)}
 
 _PRECISE_BLOCK = 64  # inputs summed at once where the highest precision is asked for
-
-_REMAT_POLICIES = {
-  'none': None,
-  'layer': jax.checkpoint_policies.nothing_saveable,
-  'dots': jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
-}
 
 
 class Linear(nnx.Module):
@@ -224,6 +218,7 @@ class Decoder(nnx.Module):
     local = None if config.local_rope_theta is None else rotation(config, positions, local=True)
 
     def layer(x, of_layer):
+      x = named_input(x)
       state, inputs, sees_all = of_layer
       given = () if inputs is None else (inputs,)
       named = {} if sees_all is None else {'sees_all': sees_all}
@@ -232,8 +227,9 @@ class Decoder(nnx.Module):
         sin, cos = select(sees_all, rotations, local)
       return nnx.merge(graph, state)(x, sin, cos, lambda q, k, v: attend(q, k, v, *given, **named))
 
-    if remat != 'none':
-      layer = jax.checkpoint(layer, policy=remat_policy(remat), prevent_cse=False)
+    policy = remat_policy(remat)
+    if policy is not None:
+      layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
     of_each = (stacked, of_layers, layers_that_see_all(config))
     x, aux = jax.lax.scan(layer, self.embedder(tokens, compute_dtype), of_each)
     return self.final_norm(x), aux
@@ -249,13 +245,6 @@ def layers_that_see_all(config: ModelConfig) -> jax.Array | None:
 def select(which: jax.Array, yes: Any, no: Any) -> Any:
   """`yes` where the bool scalar `which` is true, else `no`: trees of arrays of equal shapes."""
   return jax.tree.map(lambda a, b: jnp.where(which, a, b), yes, no)
-
-
-def remat_policy(name: str) -> Any:
-  """The checkpoint policy called `name`: 'none', 'layer' (recompute all) or 'dots' (keep matmuls)."""
-  if name not in _REMAT_POLICIES:
-    raise ConfigError(f'remat must be one of {sorted(_REMAT_POLICIES)}, got {name!r}.')
-  return _REMAT_POLICIES[name]
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
@@ -306,7 +295,7 @@ def hidden_states(
     attend: (q [R, T, H, Dh], k [R, T, K, Dh], v) -> [R, T, H, Dh]; q and k are rotated, q is not
       scaled. With `config.global_layers` it gets the keyword `sees_all`, bool [], of its layer.
     compute_dtype: dtype of activations.
-    remat: 'none', 'layer' or 'dots'.
+    remat: one of `remat.REMAT_POLICIES`.
 
   Returns:
     [R, T, D] in compute_dtype.

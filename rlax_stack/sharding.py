@@ -148,7 +148,7 @@ DEFAULT_RULES = LogicalRules(
   }
 )
 
-_PARAM_AXES = {
+_PARAM_AXES: dict[tuple[str, ...], tuple[str, ...]] = {
   ('embedder', 'embedding'): ('vocab', 'embed'),
   ('lm_head', 'kernel'): ('vocab', 'embed'),
   ('value_head', 'kernel'): ('value', 'embed'),

@@ -4,7 +4,6 @@ Not for schedules or clipping (`optimizer.py`). Invariant: layers are stacked in
 statistic here is taken across them: every layer is treated as an array of its own.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,11 +32,12 @@ def per_layer(transform: optax.GradientTransformation) -> optax.GradientTransfor
 
   def update(updates, state, params=None):
     (rest, layers), (params_rest, params_layers) = split(updates), split(params)
-    rest, rest_state = transform.update(rest, state['rest'], params_rest)
+    new: Any
+    new, rest_state = transform.update(rest, state['rest'], params_rest)
     if not layers:
-      return rest, {'rest': rest_state, _LAYERS: ()}
+      return new, {'rest': rest_state, _LAYERS: ()}
     layers, stacked = jax.vmap(transform.update)(layers, state[_LAYERS], params_layers)
-    return rest | {_LAYERS: layers}, {'rest': rest_state, _LAYERS: stacked}
+    return {**new, _LAYERS: layers}, {'rest': rest_state, _LAYERS: stacked}
 
   return optax.GradientTransformation(init, update)
 
@@ -95,7 +95,7 @@ def sgd(*, momentum: float) -> optax.GradientTransformation:
 
 
 def schedule_free(
-  base: optax.GradientTransformation, schedule: Callable[[jax.Array], jax.Array], *, beta: float
+  base: optax.GradientTransformation, schedule: optax.Schedule, *, beta: float
 ) -> optax.GradientTransformationExtraArgs:
   """Averages of weights in the place of a momentum and a schedule.
 
@@ -111,8 +111,12 @@ def schedule_free(
   Returns: a transform whose update takes the keyword `step_scale`, a factor of the step of z.
   """
   scaled = optax.chain(base, _scaled_by_argument())
-  # optax counts the updates of the average from 1, those of the base from 0.
-  return optax.contrib.schedule_free(scaled, lambda count: schedule(count - 1), b1=beta)
+
+  def rate(count: Any) -> Any:
+    # optax counts the updates of the average from 1, those of the base from 0.
+    return schedule(count - 1)
+
+  return optax.contrib.schedule_free(scaled, rate, b1=beta)
 
 
 def _scaled_by_argument() -> optax.GradientTransformationExtraArgs:

@@ -286,7 +286,7 @@ class Learner:
     near = packing.seen_pairs(packed, window)
     return whole * packing.seen_pairs(packed) + (1 - whole) * near
 
-  def _pack_to_train(self, groups: Sequence[Group], clock: StepClock) -> PackedBatch:
+  def _pack_to_train(self, groups: Sequence[Group], clock: StepClock | None = None) -> PackedBatch:
     """Rows with advantages, without the trajectories that shaping takes out of the loss."""
     batch = reward_batch.from_groups(groups)
     if 'host_scores' in self._objective.tags:
@@ -295,7 +295,8 @@ class Learner:
         log_probs_t=_trained(groups, self._score_under(self._state.params, groups)),
         anchor_log_probs_t=_trained(groups, self._score_under(self._anchor, groups)),
       )
-      clock.done('log_probs')
+      if clock is not None:
+        clock.done('log_probs')
     found = advantages_of(self._objective, batch, self._host_state)
     self._host_state = found.state
     ends = np.cumsum([len(group.trajectories) for group in groups])

@@ -35,6 +35,7 @@ from rlax_stack.learner.state import init_state
 from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.models.remat import REMAT_POLICIES
 from rlax_stack.models.shapes import SHAPES
 from rlax_stack.objectives.objective import resolve
 from rlax_stack.sharding import make_mesh
@@ -59,7 +60,7 @@ _REPEATS = flags.DEFINE_integer('repeats', 3, 'measured steps of each layout; th
 _UNPACKED = flags.DEFINE_bool('unpacked', True, 'measure one row per sequence as well')
 _DTYPE = flags.DEFINE_enum('compute_dtype', 'auto', COMPUTE_DTYPES, 'of activations')
 _MICRO = flags.DEFINE_integer('micro_batch_tokens', 1152, 'tokens computed at once, about')
-_REMAT = flags.DEFINE_enum('remat', 'none', ['none', 'layer', 'dots'], 'what backward recomputes')
+_REMAT = flags.DEFINE_enum('remat', 'none', list(REMAT_POLICIES), 'what backward keeps')
 
 
 def step_products(config: ModelConfig, tokens: int) -> dict[str, limits.Product]:

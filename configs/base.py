@@ -91,18 +91,22 @@ def get_config():
   config.objective.aggregation = 'token_mean'  # how token losses become one number
 
   config.learner = ConfigDict()
+  config.learner.optimizer = 'adamw'  # adamw | muon | adafactor | lion | sgd | schedule_free
+  config.learner.optimizer_dtype = 'float32'  # of moments: float32 | bfloat16 (stochastic rounding)
+  config.learner.gradient_dtype = 'float32'  # of the sum over micro-batches: float32 | bfloat16
   config.learner.learning_rate = 1e-6  # peak
   config.learner.warmup_steps = 0  # linear from 0
   config.learner.decay = 'constant'  # constant | linear | cosine, to 0 at the last step
-  config.learner.weight_decay = 0.0  # AdamW, on kernels and embeddings
-  config.learner.beta1 = 0.9  # AdamW
-  config.learner.beta2 = 0.95  # AdamW
-  config.learner.epsilon = 1e-8  # AdamW
+  config.learner.weight_decay = 0.0  # decoupled, on kernels and embeddings
+  config.learner.beta1 = 0.9  # adamw, lion, muon's Adam; of schedule_free's average, above 0
+  config.learner.beta2 = 0.95  # adamw, lion, muon's Adam, schedule_free
+  config.learner.epsilon = 1e-8  # adamw, muon's Adam, schedule_free
+  config.learner.momentum = 0.95  # muon, sgd
   config.learner.max_grad_norm = 1.0  # global-norm clip
   config.learner.updates_per_batch = 1  # optimizer steps on each batch
   config.learner.row_length = 0  # tokens of a packed row; 0 fits the largest group, up to 2048
   config.learner.micro_batch_tokens = 1024  # computed at once on one device; memory grows with it
-  config.learner.remat = 'none'  # none | layer | dots: what the backward pass recomputes
+  config.learner.remat = 'none'  # none | layer | attention | dots | dots_attention | offload_*
   config.learner.max_skipped_steps = 5  # non-finite steps in a row that stop the run
   config.learner.router_aux_coef = 0.0  # experts: load balance; costs one more forward pass
   config.learner.router_z_coef = 0.0  # experts: mean squared log-sum-exp of router logits
@@ -145,6 +149,10 @@ def get_config():
   config.plan.mean_tokens = 0  # of a sample on average; 0 takes rollout.max_tokens
   config.plan.spread = 1.0  # of lengths: 95th percentile over the 5th, log-normal
   config.plan.search = False  # compile on for the largest micro-batch and row length that fit
+
+  config.profile = ConfigDict()
+  config.profile.steps = ()  # traced for xprof, counted from 1, such as (3,4); in <run>/profile
+  config.profile.peak_tflops = 0.0  # bfloat16 peak of a device, for perf/mfu; 0 = by its kind
 
   config.serve = ConfigDict()  # python -m rlax_stack.serve
   config.serve.host = '127.0.0.1'  # any but a loopback address needs a token

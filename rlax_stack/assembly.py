@@ -10,21 +10,23 @@ from typing import Any
 
 import jax
 
-from rlax_stack.config import LearnerSection, RunConfig, to_plain
+from rlax_stack.config import RunConfig, to_plain
 from rlax_stack.data.iterator import PromptIterator
 from rlax_stack.data.prompt_history import PromptHistory
 from rlax_stack.data.source import PromptSource
 from rlax_stack.errors import ConfigError, DataError, PromptTooLongError
 from rlax_stack.fleet.coordinator import Coordinator
 from rlax_stack.learner.checkpoint import load_checkpoint_critic
-from rlax_stack.learner.learner import Learner, LearnerSettings
+from rlax_stack.learner.learner import Learner
 from rlax_stack.learner.optimizer import OptimizerSettings
 from rlax_stack.learner.precision import resolve_compute_dtype
 from rlax_stack.learner.row_plan import plan_rows
 from rlax_stack.learner.scoring import ForwardSettings
+from rlax_stack.learner.settings import LearnerSettings
 from rlax_stack.models.adapter import AdapterSettings, adapted_leaves, merge
 from rlax_stack.models.frozen import freeze
 from rlax_stack.models.load import LoadedModel, load_model
+from rlax_stack.models.remat import check_offload
 from rlax_stack.objective_rules import resolve_objective
 from rlax_stack.objectives.router import RouterLoss
 from rlax_stack.pallas_kernels import dispatch
@@ -53,6 +55,7 @@ FREE_KEYS = (
   'checkpoint',
   'eval',
   'plan',
+  'profile',
   'serve',
   'observe',
   'fleet.batch_timeout_s',
@@ -171,6 +174,7 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
   available = jax.devices()
   mesh = make_mesh(sizes, available[:wanted] if wanted <= len(available) else available)
   dtype = resolve_compute_dtype(config.model.compute_dtype)
+  check_offload(section.remat, mesh.devices.flat[0])
   return Learner(model.config, model.params, learner_settings(config, dtype), mesh)
 
 
@@ -197,7 +201,7 @@ def learner_settings(config: RunConfig, compute_dtype: Any) -> LearnerSettings:
       adapter=adapter_settings(config),
     ),
     objective=objective,
-    optimizer=_optimizer_settings(section, config.steps, critic.pretrain_updates if critic else 0),
+    optimizer=_optimizer_settings(config, critic.pretrain_updates if critic else 0),
     updates_per_batch=section.updates_per_batch,
     max_skipped_in_row=section.max_skipped_steps,
     router=RouterLoss(aux_coef=section.router_aux_coef, z_coef=section.router_z_coef),
@@ -220,19 +224,23 @@ def warm_start(config: RunConfig, learner: Learner) -> str:
   return critic.warm_start
 
 
-def _optimizer_settings(
-  section: LearnerSection, steps: int, pretrain_updates: int
-) -> OptimizerSettings:
+def _optimizer_settings(config: RunConfig, pretrain_updates: int) -> OptimizerSettings:
+  section, rounded = config.learner, config.learner.optimizer_dtype == 'bfloat16'
   return OptimizerSettings(
+    name=section.optimizer,
     learning_rate=section.learning_rate,
     warmup_steps=section.warmup_steps * section.updates_per_batch,
     decay=section.decay,
-    total_steps=steps * section.updates_per_batch - pretrain_updates,
+    total_steps=config.steps * section.updates_per_batch - pretrain_updates,
     b1=section.beta1,
     b2=section.beta2,
     eps=section.epsilon,
     weight_decay=section.weight_decay,
+    momentum=section.momentum,
     max_grad_norm=section.max_grad_norm,
+    state_dtype=section.optimizer_dtype,
+    gradient_dtype=section.gradient_dtype,
+    seed=config.seed if rounded else 0,  # other programs are the same for every seed
   )
 
 

@@ -137,6 +137,9 @@ class AdapterSection:
 class LearnerSection:
   """The optimizer, the packed rows and the mesh."""
 
+  optimizer: str
+  optimizer_dtype: str
+  gradient_dtype: str
   learning_rate: float
   warmup_steps: int
   decay: str
@@ -144,6 +147,7 @@ class LearnerSection:
   beta1: float
   beta2: float
   epsilon: float
+  momentum: float
   max_grad_norm: float
   updates_per_batch: int
   row_length: int
@@ -200,6 +204,14 @@ class PlanSection:
 
 
 @_frozen
+class ProfileSection:
+  """What is traced, and what utilisation is measured against."""
+
+  steps: tuple[int, ...]
+  peak_tflops: float
+
+
+@_frozen
 class ServeSection:
   """The serving endpoint: where it listens and what it refuses."""
 
@@ -243,6 +255,7 @@ class RunConfig:
   checkpoint: CheckpointSection
   eval: EvalSection
   plan: PlanSection
+  profile: ProfileSection
   serve: ServeSection
   observe: ObserveSection
 

@@ -6,8 +6,10 @@ from typing import Any
 from rlax_stack.config import RunConfig, nearest
 from rlax_stack.errors import ConfigError
 from rlax_stack.evaluation import VOTES
+from rlax_stack.learner.optimizer import DTYPES, OPTIMIZERS, SCHEDULES
 from rlax_stack.models.adapter import KINDS
 from rlax_stack.models.frozen import PRECISIONS
+from rlax_stack.models.remat import REMAT_POLICIES
 from rlax_stack.objective_rules import filters, objective_problems, resolve_objective
 from rlax_stack.rollout.strategies import make_strategy
 from rlax_stack.rollout.strategies.independent import Independent
@@ -19,8 +21,11 @@ _CHOICES = {
   'data.eval.kind': ('jsonl', 'gsm8k', 'reasoning_gym'),
   'data.train.split': ('train', 'test'),
   'data.eval.split': ('train', 'test'),
-  'learner.decay': ('constant', 'linear', 'cosine'),
-  'learner.remat': ('none', 'layer', 'dots'),
+  'learner.optimizer': tuple(OPTIMIZERS),
+  'learner.optimizer_dtype': tuple(DTYPES),
+  'learner.gradient_dtype': tuple(DTYPES),
+  'learner.decay': SCHEDULES,
+  'learner.remat': tuple(REMAT_POLICIES),
   'learner.adapter.kind': ('none', *KINDS),
   'learner.adapter.base': tuple(PRECISIONS),
   'fleet.runtime': ('local',),
@@ -89,6 +94,7 @@ _NOT_NEGATIVE = (
   'eval.temperature',
   'plan.price',
   'plan.mean_tokens',
+  'profile.peak_tflops',
   'serve.max_waiting',
   'serve.drain_timeout_s',
   'serve.follow_s',
@@ -101,6 +107,7 @@ _FRACTIONS = (
   'rollout.kv_fraction',
   'learner.beta1',
   'learner.beta2',
+  'learner.momentum',
 )
 
 
@@ -146,6 +153,9 @@ def _combinations(config: RunConfig) -> Iterator[str]:
   yield from _adapter_rules(config)
   yield from _eval_rules(config)
   yield from _plan_rules(config)
+  for step in config.profile.steps:
+    if not 1 <= step <= config.steps:
+      yield f'config.profile.steps holds {step}: steps go from 1 to config.steps={config.steps}.'
   yield from _serve_rules(config)
 
 
@@ -283,6 +293,12 @@ def _learner_rules(config: RunConfig) -> Iterator[str]:
   for axis in ('data', 'fsdp', 'tensor', 'expert'):
     if getattr(learner.mesh, axis) < 1:
       yield f'config.learner.mesh.{axis} must be 1 or more.'
+  if learner.optimizer == 'schedule_free' and (learner.beta1 == 0 or learner.decay != 'constant'):
+    yield (
+      'config.learner.optimizer=schedule_free averages weights in the place of a momentum and a schedule, '
+      f'but config.learner.beta1={learner.beta1} and decay={learner.decay}. Set beta1 above 0 and '
+      'decay=constant.'
+    )
   if learner.warmup_steps >= config.steps:
     yield f'config.learner.warmup_steps={learner.warmup_steps} leaves no step of config.steps.'
 

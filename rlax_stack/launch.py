@@ -14,6 +14,8 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from rlax_stack import assembly, command_line, sources
 from rlax_stack.compile_cache import enable_compile_cache
 from rlax_stack.compile_counter import CompileCounter
@@ -23,12 +25,13 @@ from rlax_stack.fleet.parameter_server import ParameterServer
 from rlax_stack.learner.adapter_identity import check_identity
 from rlax_stack.learner.checkpoint import Checkpointer
 from rlax_stack.objective_rules import resolve_objective
-from rlax_stack.observe.metrics import open_metrics
+from rlax_stack.observe.metrics import Metrics, open_metrics
 from rlax_stack.observe.progress import Progress
 from rlax_stack.observe.progress_view import final_line
 from rlax_stack.observe.report import write_report
 from rlax_stack.observe.rollouts_writer import RolloutsWriter
 from rlax_stack.observe.run_folder import RunFolder
+from rlax_stack.profiling import StepTraces, make_utilisation
 from rlax_stack.stop_signal import StopSignal
 from rlax_stack.train_loop import Account, LoopParts, TrainLoop, account_from
 
@@ -101,16 +104,12 @@ def _run(
   stack.callback(checkpointer.close)
   coordinator = assembly.make_coordinator(config, prompts.iterator)
   account = _restore(config, checkpointer, learner, coordinator, prompts, progress)
-  step = learner.version
-  metrics = stack.enter_context(
-    open_metrics(
-      jsonl_path=folder.metrics_path,
-      tensorboard_dir=folder.tensorboard_dir if config.observe.tensorboard else None,
-      restored_step=step if step else -1,
-    )
-  )
+  restored_step = learner.version or -1
+  metrics = stack.enter_context(_open_metrics(config, folder, restored_step))
   server = ParameterServer()
   worker = assembly.make_worker(config, model, chain)
+  traces = StepTraces(folder.path / 'profile', config.profile.steps)
+  stack.callback(traces.close)
   runtime = LocalRuntime(worker, coordinator=coordinator, parameter_server=server)
   parts = LoopParts(
     learner=learner,
@@ -121,7 +120,7 @@ def _run(
     rollouts=RolloutsWriter(
       folder.samples_dir,
       max_per_step=config.observe.samples_per_step,
-      restored_step=step if step else -1,
+      restored_step=restored_step,
     ),
     progress=progress,
     compile_counter=counter,
@@ -135,12 +134,22 @@ def _run(
     ),
     score_seconds=lambda: worker.stats.score_s,
     engine_figures=worker.figures,
+    utilisation=make_utilisation(config, model.config, jax.devices()[0].device_kind),
+    traces=traces,
     stop_requested=lambda: stop.received is not None,
   )
   loop = TrainLoop(config, parts, account)
   with runtime:
     finished = loop.run()
   return loop, finished
+
+
+def _open_metrics(config: RunConfig, folder: RunFolder, restored_step: int) -> Metrics:
+  return open_metrics(
+    jsonl_path=folder.metrics_path,
+    tensorboard_dir=folder.tensorboard_dir if config.observe.tensorboard else None,
+    restored_step=restored_step,
+  )
 
 
 def _restore(

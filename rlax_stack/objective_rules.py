@@ -34,10 +34,12 @@ def resolve_objective(config: RunConfig) -> Objective:
 
 def off_policy(config: RunConfig) -> bool:
   """Whether a sample may be trained on by another policy than the one that drew it."""
-  rollout = config.rollout
+  rollout, learner = config.rollout, config.learner
   quantised = rollout.weights != 'same' or rollout.kv != 'same'
   past = trains_on_the_past(make_strategy(rollout.strategy))
-  return quantised or past or config.fleet.max_staleness > 0 or config.learner.updates_per_batch > 1
+  # Schedule-free runs sample from the average and take gradients elsewhere.
+  moved = learner.updates_per_batch > 1 or learner.optimizer == 'schedule_free'
+  return quantised or past or moved or config.fleet.max_staleness > 0
 
 
 def filters(config: RunConfig) -> bool:
@@ -79,8 +81,8 @@ def objective_problems(config: RunConfig) -> Iterator[str]:
       f'ratio ({reads}) is not defined without the kept set. Record it with config.rollout.kept_tokens=N '
       f'(N ids per token{f", {rollout.top_k} or more" if rollout.top_k else ""}), or set '
       'config.rollout.top_k=0, top_p=1 and min_p=0, or keep to the sampling policy: '
-      'config.fleet.max_staleness=0, config.learner.updates_per_batch=1, config.rollout.weights=same, '
-      "kv=same, ratio 'token' and no correction."
+      'config.fleet.max_staleness=0, config.learner.updates_per_batch=1, an optimizer other than '
+      "schedule_free, config.rollout.weights=same, kv=same, ratio 'token' and no correction."
     )
   whole = [b.name for b in objective.device_boxes.values() if b.box.proximal_vocabulary is not None]
   if whole and rollout.kept_tokens:
@@ -100,6 +102,6 @@ def _importance_ratio(config: RunConfig, objective: Objective) -> str:
     return ''
   if dict(objective.ratio.options).get('base') == 'behaviour':
     return f'config.objective.ratio={objective.ratio.text}'
-  return (
-    'max_staleness, updates_per_batch, quantised rollouts or replay' if off_policy(config) else ''
-  )
+  if not off_policy(config):
+    return ''
+  return 'max_staleness, updates_per_batch, schedule_free, quantised rollouts or replay'

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 
 from rlax_stack import assembly
 from rlax_stack.config import RunConfig, to_plain
-from rlax_stack.learner import learner
-from rlax_stack.learner.learner import LearnerSettings
 from rlax_stack.learner.precision import resolve_compute_dtype
 from rlax_stack.learner.scoring import weight_shapes
+from rlax_stack.learner.settings import LearnerSettings, check_mixture
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.planning import cost_model, learner_programs
 from rlax_stack.planning.cost_model import Lengths
@@ -45,7 +44,7 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
   settings = assembly.learner_settings(config, dtype)
   mesh = make_mesh(to_plain(config.learner.mesh), topology.devices)
   sizes = assembly.engine_sizes(config, dtype=dtype)
-  learner.check_mixture(model, settings.router, mesh)
+  check_mixture(model, settings.router, mesh)
   engine.check_mixture(model, sizes)
   recorded = Recorded(sizes.kept_tokens, sizes.record_experts)
   batch = learner_programs.abstract_batch(model, settings, mesh, recorded)
@@ -367,7 +366,7 @@ def _cure(held: StateBytes, capacity: float) -> dict[str, Any]:
     return {'cure': 'the state alone exceeds a device: raise config.learner.mesh.fsdp or tensor'}
   return {
     'cure': 'the state fits, the rows do not: lower config.learner.micro_batch_tokens or row_length, set '
-    'config.learner.remat=layer, or raise config.learner.mesh.tensor'
+    'config.learner.remat=layer or offload_layer, or raise config.learner.mesh.tensor'
   }
 
 

@@ -70,6 +70,21 @@ def token_uniforms(key_data: jax.Array, positions: jax.Array) -> jax.Array:
   return (words >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
+def update_key(run_seed: int, count: jax.Array) -> jax.Array:
+  """Typed jax key (scalar) of one update of an optimizer; pure, to be used inside jit.
+
+  Args:
+    run_seed: the run's seed, in [0, 2**32).
+    count: int32 scalar, updates made before.
+
+  Raises:
+    ValueError: the seed is out of range.
+  """
+  _check_word('run_seed', run_seed)
+  key = jax.random.key(np.uint32(run_seed), impl=_IMPL)
+  return jax.random.fold_in(key, count.astype(jnp.uint32))
+
+
 def numpy_rng(run_seed: int, *identity: int | str) -> np.random.Generator:
   """Numpy generator of one purpose, for the data side: `numpy_rng(seed, 'shuffle', epoch)`.
 

@@ -156,7 +156,7 @@ DEFAULT_RULES = LogicalRules(
   }
 )
 
-_PARAM_AXES = {
+_PARAM_AXES: dict[tuple[str, ...], tuple[str, ...]] = {
   ('embedder', 'embedding'): ('vocab', 'embed'),
   ('lm_head', 'kernel'): ('vocab', 'embed'),
   ('value_head', 'kernel'): ('value', 'embed'),
@@ -214,16 +214,24 @@ def param_logical_axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:
   """
   if ndim == 0:
     return ()
-  keys = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-  axes = _PARAM_AXES.get(keys[-2:])
+  axes = _PARAM_AXES.get(parameter_name(path))
   if axes and getattr(path[-1], 'name', None) == 'scales':
     axes = (*axes[:-1], 'blocks')
   if axes is None or len(axes) != ndim:
     known = f'the table says {axes}' if axes else 'it is not in the table of rlax_stack/sharding.py'
     raise ConfigError(
-      f'no logical axes for parameter {"/".join(map(str, keys))!r} of rank {ndim}: {known}.'
+      f'no logical axes for parameter {"/".join(_dict_keys(path))!r} of rank {ndim}: {known}.'
     )
   return axes
+
+
+def parameter_name(path: Sequence[Any]) -> tuple[str, ...]:
+  """The last two dict keys of a leaf's path, by which parameters and what mirrors them are known."""
+  return _dict_keys(path)[-2:]
+
+
+def _dict_keys(path: Sequence[Any]) -> tuple[str, ...]:
+  return tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
 def _axes_of(entry: Any) -> tuple[str, ...]:
@@ -278,3 +286,56 @@ def param_shardings(params: Any, mesh: Mesh, *, rules: LogicalRules = DEFAULT_RU
     return sharding_for(mesh, axes, shape=leaf.shape, name=jax.tree_util.keystr(path), rules=rules)
 
   return jax.tree_util.tree_map_with_path(one, params)
+
+
+def optimizer_shardings(opt_state: Any, params: Any, mesh: Mesh) -> Any:
+  """Tree of NamedSharding for an optimizer's state over `params`.
+
+  What has a parameter's name lies as that parameter does; a statistic that lacks some of its axes (the
+  rows and columns of Adafactor), or has them at size 1, as the axes that are left. Other arrays of
+  rank 0 or 1, such as counts, are replicated.
+
+  Args:
+    opt_state: arrays or ShapeDtypeStructs, in whatever tuples optax wraps them.
+    params: what it was made for.
+    mesh: the mesh to place it on.
+
+  Raises:
+    ConfigError: an array of higher rank that belongs to no parameter, or does not divide.
+  """
+  owners = {
+    parameter_name(path): (leaf.shape, param_logical_axes(path, leaf.ndim))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+  }
+
+  def one(path, leaf):
+    owner, where = owners.get(parameter_name(path)), jax.tree_util.keystr(path)
+    axes = None if owner is None else _axes_left(leaf.shape, *owner)
+    if axes is None:
+      if leaf.ndim > 1:
+        raise ConfigError(
+          f'no logical axes for {where} of shape {leaf.shape} in the state of the optimizer: it '
+          f'belongs to {owner or "no parameter"}.'
+        )
+      axes = (None,) * leaf.ndim
+    return sharding_for(mesh, axes, shape=leaf.shape, name=where)
+
+  return jax.tree_util.tree_map_with_path(one, opt_state)
+
+
+def _axes_left(
+  shape: Sequence[int], whole: Sequence[int], axes: Sequence[str]
+) -> tuple[str | None, ...] | None:
+  """Logical axes of a statistic of a parameter of shape `whole`; None where its shape is no part of that."""
+  found, at = [], 0
+  for size in shape:
+    if size == 1:
+      found.append(None)
+      continue
+    while at < len(whole) and whole[at] != size:
+      at += 1
+    if at == len(whole):
+      return None
+    found.append(axes[at])
+    at += 1
+  return tuple(found)

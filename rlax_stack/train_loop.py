@@ -7,7 +7,7 @@ of one instant. Not for building parts (assembly) or for the terminal (launch).
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -25,6 +25,7 @@ from rlax_stack.observe.metrics import Metrics
 from rlax_stack.observe.progress import Progress
 from rlax_stack.observe.rollouts_writer import RolloutsWriter
 from rlax_stack.observe.timing import TimeSplit
+from rlax_stack.profiling import StepTraces
 from rlax_stack.types import Group
 
 _WARM_STEPS = 2  # steps after which no program may be compiled any more
@@ -36,7 +37,8 @@ class LoopParts:
 
   `warm_up()` compiles the engine's programs; `evaluate()` samples and scores the held-out prompts
   with the newest published weights; `score_seconds()` is what the worker spent on verdicts so far;
-  `engine_figures()` are metrics of the engine since it was last asked.
+  `engine_figures()` are metrics of the engine since it was last asked; `utilisation(packed, seconds)`
+  are those of the learner's devices, which worked so long on a batch.
   """
 
   learner: Learner
@@ -51,6 +53,8 @@ class LoopParts:
   evaluate: Callable[[], list[Group]]
   score_seconds: Callable[[], float]
   engine_figures: Callable[[], dict[str, float]]
+  utilisation: Callable[[Mapping[str, float], float], dict[str, float]]
+  traces: StepTraces
   stop_requested: Callable[[], bool]
 
 
@@ -92,7 +96,11 @@ class TrainLoop:
     self._parts.coordinator.on_published(learner.version)
     self._split.lap()
     while learner.version < config.steps:
-      if self._parts.stop_requested() or not self._step():
+      if self._parts.stop_requested():
+        break
+      with self._parts.traces.around(learner.version + 1):
+        goes_on = self._step()
+      if not goes_on:
         break
     finished = not self._parts.stop_requested()
     if finished and (self._evaluated_at != learner.version):
@@ -109,8 +117,7 @@ class TrainLoop:
       groups = parts.coordinator.next_batch(version, timeout_s=self._config.fleet.batch_timeout_s)
     if not groups:
       return False
-    with split.measure('train'):
-      trained = {f'train/{k}': v for k, v in parts.learner.train(groups).result().items()}
+    trained = self._train(groups)
     if trained['train/skipped_in_row']:
       parts.coordinator.mark_filtered(groups)
     else:
@@ -128,6 +135,19 @@ class TrainLoop:
       with split.measure('checkpoint'):
         self.save()
     return True
+
+  def _train(self, groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics of training on a batch; splits its time."""
+    split = self._split
+    with split.measure('train'):
+      step = self._parts.learner.train(groups)
+      metrics = step.result()
+    seconds = step.seconds()
+    for name in ('data', 'log_probs'):
+      split.move('train', name, seconds.get(name, 0.0))
+    worked_s = seconds['train'] + seconds.get('log_probs', 0.0)
+    used = self._parts.utilisation(metrics, worked_s)
+    return {f'train/{name}': value for name, value in metrics.items()} | used
 
   def _due(self, every: int, step: int) -> bool:
     return every > 0 and step % every == 0
@@ -166,7 +186,9 @@ class TrainLoop:
     values |= parts.engine_figures()
     values[names.STALENESS] = values['fleet/staleness_mean']
     values[names.STEP_TIME_S] = lap.total_s
-    values |= names.time_values(lap.fractions)
+    fractions = dict.fromkeys(names.MEASURED, 0.0) | lap.fractions
+    values |= names.time_values(fractions)
+    values[names.IDLE] = fractions['generate'] + fractions['score']
     values['perf/compilations'] = float(self._count_compilations(step))
     parts.metrics.write(step, values)
     parts.progress.update(step, values)
@@ -175,8 +197,8 @@ class TrainLoop:
   def _split_scoring(self) -> None:
     """Takes the worker's scoring time out of the time that the learner waited for a batch."""
     seconds = self._parts.score_seconds()
-    self._split.add('score', seconds - self._scored_s)
-    self._split.add('generate', self._scored_s - seconds)
+    # A worker that is ahead scores while the learner does other things.
+    self._split.move('generate', 'score', seconds - self._scored_s)
     self._scored_s = seconds
 
   def _count_compilations(self, step: int) -> int:

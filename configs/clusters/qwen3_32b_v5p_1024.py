@@ -14,8 +14,8 @@ def get_config():
   config.name = 'qwen3_32b_v5p_1024'
   config.model.path = 'shape:qwen3_32b'
   config.plan.topology = 'v5p:8x8x16'
-  config.learner.mesh.fsdp = 128
-  config.learner.mesh.tensor = 8
+  config.learner.mesh.fsdp = 512
+  config.learner.mesh.tensor = 2
   config.learner.remat = 'layer'
   config.learner.row_length = 32768
   config.learner.micro_batch_tokens = 32768

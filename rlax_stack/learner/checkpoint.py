@@ -20,6 +20,7 @@ from absl import logging
 from jax import lax
 
 from rlax_stack.errors import CheckpointError
+from rlax_stack.learner.directions import averaged_weights, schedule_free_state
 from rlax_stack.learner.state import LearnerState
 
 _FORMAT = 1  # unchanged by critics: a checkpoint without one is what it always was
@@ -65,6 +66,9 @@ class Checkpointer:
   def warm_up(self, state: LearnerState) -> None:
     """Compiles what `save` runs on the devices, so that no later step waits for it."""
     jax.block_until_ready((_copy(state), _word_sums(jax.tree.leaves(state))))
+    if (average := schedule_free_state(state.opt_state)) is not None:
+      published = _averaged(average, state.params)
+      jax.block_until_ready(_word_sums(jax.tree.leaves(published)))
 
   def save(self, step: int, state: LearnerState, extras: Mapping[str, Any]) -> None:
     """Commits `state` and `extras` as `step`, together or not at all.
@@ -92,6 +96,11 @@ class Checkpointer:
     }
     if copy.critic:
       items['critic'] = ocp.args.StandardSave(copy.critic)
+    average = schedule_free_state(copy.opt_state)
+    if average is not None:  # what others read in the place of the parameters
+      published = _averaged(average, copy.params)
+      items['published'] = ocp.args.StandardSave(published)
+      document['published_checksums'] = _checksums(published)
     try:
       self._manager.save(step, args=ocp.args.Composite(**items), force=True)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
@@ -187,6 +196,8 @@ class Checkpointer:
 def load_checkpoint_params(directory: str | pathlib.Path, step: int | None = None) -> Any:
   """The parameters of a committed step as numpy arrays, without optimizer state or a model at hand.
 
+  Of a schedule-free run they are the average that it publishes.
+
   Args:
     directory: the directory of a `Checkpointer`.
     step: the newest when None.
@@ -195,9 +206,11 @@ def load_checkpoint_params(directory: str | pathlib.Path, step: int | None = Non
     CheckpointError: no such directory or step, or one that cannot be read.
   """
   commit = _commit(pathlib.Path(directory).absolute(), step)
+  published = (commit / 'published').is_dir()
   try:
-    params = _read_numpy(commit / 'params')
-    checksums = json.loads((commit / 'document' / 'metadata').read_text())['checksums']
+    params = _read_numpy(commit / ('published' if published else 'params'))
+    document = json.loads((commit / 'document' / 'metadata').read_text())
+    checksums = document['published_checksums' if published else 'checksums']
   except Exception as error:  # tensorstore, json and orbax raise whatever the damage makes them
     raise CheckpointError(f'{commit} cannot be read: {error}') from error
   # The parameters are the first field of the state, so their checksums come first.
@@ -290,7 +303,10 @@ def _copy(state: LearnerState) -> LearnerState:
   return jax.tree.map(jnp.copy, state)
 
 
-def _checksums(state: LearnerState) -> list[int]:
+_averaged = jax.jit(averaged_weights)
+
+
+def _checksums(state: Any) -> list[int]:
   """One uint32 for each array, in tree order: the wrapped sum of its 32-bit words."""
   return [int(x) for x in jax.device_get(_word_sums(jax.tree.leaves(state)))]
 

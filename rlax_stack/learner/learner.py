@@ -16,19 +16,20 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlax_stack.errors import ConfigError, DataError, NonFiniteError
+from rlax_stack.errors import DataError, NonFiniteError
 from rlax_stack.learner import critic as critics
 from rlax_stack.learner import packing
 from rlax_stack.learner.adapter_identity import identity_of
-from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
-from rlax_stack.learner.row_plan import RowPlan
+from rlax_stack.learner.directions import averaged_weights, schedule_free_state
+from rlax_stack.learner.optimizer import make_optimizer
 from rlax_stack.learner.scoring import (
-  ForwardSettings,
   make_proximal_score,
   make_score,
   rows_sharding,
 )
+from rlax_stack.learner.settings import LearnerSettings, check_mixture
 from rlax_stack.learner.state import LearnerState, abstract_state, init_state
+from rlax_stack.learner.step_clock import StepClock, StepMetrics
 from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models import decoder
 from rlax_stack.models.adapter import init_adapter
@@ -36,47 +37,10 @@ from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.frozen import freeze
 from rlax_stack.objectives import reward_batch
 from rlax_stack.objectives.host import advantages_of
-from rlax_stack.objectives.objective import Objective
-from rlax_stack.objectives.router import NO_ROUTER_LOSS, RouterLoss
 from rlax_stack.sharding import param_shardings
 from rlax_stack.types import Group, PackedBatch
 
 _ANCHORED = {'anchor', 'host_scores'}  # tags of boxes that need the starting weights
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LearnerSettings:
-  """Tunables of the learner.
-
-  updates_per_batch: optimizer updates on each batch (the μ of GRPO); above 1 the proximal log-probs
-  are scored first, and averaged weights score them before every update. max_skipped_in_row: so many
-  non-finite updates in a row stop the run. router: losses of a mixture of experts.
-  """
-
-  rows: RowPlan
-  forward: ForwardSettings
-  objective: Objective
-  optimizer: OptimizerSettings
-  updates_per_batch: int = 1
-  max_skipped_in_row: int = 5
-  router: RouterLoss = NO_ROUTER_LOSS
-
-  @property
-  def scores_proximal(self) -> bool:
-    """Whether the proximal policy is scored by itself: it is another one than the current policy."""
-    return self.updates_per_batch > 1 or self.objective.average_decay is not None
-
-
-class StepMetrics:
-  """Metrics of one batch, still on the device; `result` waits for them."""
-
-  def __init__(self, scalars: Mapping[str, jax.Array], host: Mapping[str, float]):
-    self._scalars, self._host = scalars, host
-
-  def result(self) -> dict[str, float]:
-    """All metrics as Python floats; blocks until the step is done."""
-    fetched = jax.device_get(dict(self._scalars))
-    return dict(self._host) | {name: float(value) for name, value in fetched.items()}
 
 
 class Learner:
@@ -135,7 +99,8 @@ class Learner:
       self._score_values = critics.make_value_score(config, mesh, settings.forward, self._critic)
     self._capacity = settings.rows.max_micro_batches
     # Under an adapter this is a fresh one, which changes nothing: the anchor is the frozen weights themselves.
-    self._anchor = self.snapshot() if self._objective.tags & _ANCHORED else None
+    anchored = self._objective.tags & _ANCHORED
+    self._anchor = _copy(self._state.params, None, jnp.float32) if anchored else None
     self._last: StepMetrics | None = None
 
   @property
@@ -177,8 +142,11 @@ class Learner:
     return None if adapter is None else identity_of(adapter, self._frozen[0])
 
   def snapshot(self, dtype: Any = jnp.float32) -> Any:
-    """A copy of `params` in `dtype`, with their shardings, that outlives the next `train`."""
-    return _copy(self._state.params, dtype)
+    """A copy of what is to be published, in `dtype`, with its shardings.
+
+    `params`, or the average of them that schedule_free keeps. It outlives the next `train`.
+    """
+    return _copy(self._state.params, schedule_free_state(self._state.opt_state), dtype)
 
   def abstract_state(self) -> Any:
     """Shapes, dtypes and shardings of `state`, for restoring into."""
@@ -227,30 +195,35 @@ class Learner:
         finite.
     """
     self.check_finite()
-    packed = self._pack_to_train(groups)
-    stats = packing.packing_stats(packed)
+    clock = StepClock()
+    packed = self._pack_to_train(groups, clock)
+    stats = packing.packing_stats(packed) | {'pairs_per_layer': self._pairs_per_layer(packed)}
     batch, num_micro = self._place(packed)
+    clock.done('data')
     if self._anchor is not None and 'anchor' in self._objective.tags:
       # The anchor is another policy, whose routers are its own.
       bare = batch._replace(experts=None)
       scores = self._score(self._anchor, bare, num_micro, *self._frozen)
+      clock.dispatched('log_probs', scores)
       batch = batch._replace(anchor_log_probs_t=scores)
     if self._critic is not None:
       critic_params = self._state.critic['params']
       values, after = self._score_values(
         self._state.params, critic_params, batch, num_micro, *self._frozen
       )
+      clock.dispatched('log_probs', after)
       batch = batch._replace(value_t=values, next_value_t=after)
     for update in range(self._settings.updates_per_batch):
-      if self._averaged:
-        batch = self._proximal(self._state.average['params'], batch, num_micro, *self._frozen)
-      elif self._score_proximal and update == 0:
-        batch = self._proximal(self._state.params, batch, num_micro, *self._frozen)
+      if self._averaged or (self._score_proximal and update == 0):
+        proximal = self._state.average['params'] if self._averaged else self._state.params
+        batch = self._proximal(proximal, batch, num_micro, *self._frozen)
+        clock.dispatched('log_probs', batch.proximal_log_probs_t)
       self._state, scalars = self._step(self._state, batch, num_micro, *self._frozen)
+      clock.dispatched('train', scalars['loss'])
     self._version += 1
     version = jax.device_put(np.int32(self._version), self._replicated)
     self._state = self._state._replace(version=version)
-    self._last = StepMetrics(scalars, {k: float(v) for k, v in stats.items()})
+    self._last = StepMetrics(scalars, {k: float(v) for k, v in stats.items()}, clock)
     return self._last
 
   def check_finite(self) -> None:
@@ -294,7 +267,16 @@ class Learner:
       result.append(tuple(of_group))
     return tuple(result)
 
-  def _pack_to_train(self, groups: Sequence[Group]) -> PackedBatch:
+  def _pairs_per_layer(self, packed: PackedBatch) -> float:
+    """Pairs of tokens that see each other, mean over layers."""
+    window, layers = self._config.sliding_window, self._config.num_layers
+    if window is None:
+      return packing.seen_pairs(packed)
+    whole = len(self._config.global_layers) / layers
+    near = packing.seen_pairs(packed, window)
+    return whole * packing.seen_pairs(packed) + (1 - whole) * near
+
+  def _pack_to_train(self, groups: Sequence[Group], clock: StepClock | None = None) -> PackedBatch:
     """Rows with advantages, without the trajectories that shaping takes out of the loss."""
     batch = reward_batch.from_groups(groups)
     if 'host_scores' in self._objective.tags:
@@ -303,6 +285,8 @@ class Learner:
         log_probs_t=_trained(groups, self._score_under(self._state.params, groups)),
         anchor_log_probs_t=_trained(groups, self._score_under(self._anchor, groups)),
       )
+      if clock is not None:
+        clock.done('log_probs')
     found = advantages_of(self._objective, batch, self._host_state)
     self._host_state = found.state
     ends = np.cumsum([len(group.trajectories) for group in groups])
@@ -350,27 +334,6 @@ class Learner:
     return batch, jax.device_put(np.int32(num_micro), self._replicated)
 
 
-def check_mixture(config: ModelConfig, router: RouterLoss, mesh: Mesh) -> None:
-  """Raises ConfigError for a dense model with what belongs to experts, or experts that do not divide over the mesh."""
-  parts = mesh.shape['expert']
-  if not config.num_experts:
-    for name in ('aux_coef', 'z_coef'):
-      if getattr(router, name):
-        raise ConfigError(
-          f'config.learner.router_{name}={getattr(router, name)} is for mixtures of experts, and this model is dense. '
-          'Set it to 0.'
-        )
-    if parts > 1:
-      raise ConfigError(
-        f'config.learner.mesh.expert={parts} splits experts, and this model is dense. Set it to 1.'
-      )
-  elif config.num_experts % parts:
-    raise ConfigError(
-      f'config.learner.mesh.expert={parts} does not divide the {config.num_experts} experts of this model. Choose a '
-      'divisor.'
-    )
-
-
 def _trained(
   groups: Sequence[Group], scores: Sequence[Sequence[np.ndarray]]
 ) -> tuple[np.ndarray, ...]:
@@ -394,6 +357,8 @@ def _without(group: Group, keep: np.ndarray) -> Group:
 
 
 @functools.partial(jax.jit, static_argnames='dtype')
-def _copy(params: Any, dtype: Any) -> Any:
-  """A copy that shares no buffer with `params`."""
+def _copy(params: Any, schedule_free: Any, dtype: Any) -> Any:
+  """A copy that shares no buffer with `params`, or the average where there is one."""
+  if schedule_free is not None:
+    params = averaged_weights(schedule_free, params)
   return jax.tree.map(lambda leaf: jnp.copy(leaf).astype(dtype), params)

@@ -130,16 +130,28 @@ def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:
 
 def packing_stats(batch: PackedBatch) -> dict[str, int]:
   """Tokens of the rows in use, targets in use, and the places for both; int."""
-  length = batch.tokens.shape[1]
-  used = int(np.sum(batch.subtree_end > np.arange(length) + 1))
-  # A leaf token looks like padding by its subtree; it is told apart by its position or by a triple.
-  leaves = (batch.subtree_end == np.arange(length) + 1) & (batch.positions > 0)
   return {
-    'row_tokens': used + int(leaves.sum()),
+    'row_tokens': int(np.sum(_in_use(batch))),
     'targets': int(batch.mask_t.sum()),
     'row_places': int(batch.tokens.size),
     'target_places': int(batch.target_t.size),
   }
+
+
+def seen_pairs(batch: PackedBatch, window: int | None = None) -> int:
+  """Pairs of a token and one that it sees, itself included, in one layer; with a window, within that."""
+  # A token sees the path from its root, which is as long as its position says.
+  seen = batch.positions.astype(np.int64) + 1
+  if window is not None:
+    seen = np.minimum(seen, window)
+  return int(np.sum(seen[_in_use(batch)]))
+
+
+def _in_use(batch: PackedBatch) -> np.ndarray:
+  """Places that hold a token, bool [R, T]."""
+  end = np.arange(batch.tokens.shape[1]) + 1
+  # A leaf token looks like padding by its subtree; it is told apart by its position.
+  return (batch.subtree_end > end) | ((batch.subtree_end == end) & (batch.positions > 0))
 
 
 def _pack(groups, tries, row_shapes, rows_multiple, *, separate, weigh_places) -> PackedBatch:

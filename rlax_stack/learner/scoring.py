@@ -35,7 +35,7 @@ class ForwardSettings:
 
   compute_dtype: of activations and of the weights in matmuls (softmax and log-probs are float32
     always).
-  remat: 'none', 'layer' or 'dots', see `decoder.hidden_states`. temperature: logits are divided by
+  remat: one of `models.remat.REMAT_POLICIES`. temperature: logits are divided by
   it, as they were when the tokens were sampled. kernels: form of the kernels, 'auto', 'pallas' or 'xla'.
   adapter: what is trained beside frozen weights; None trains the model itself.
   """

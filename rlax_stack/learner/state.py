@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlax_stack.sharding import param_shardings
+from rlax_stack.sharding import optimizer_shardings, param_shardings
 
 
 class LearnerState(NamedTuple):
@@ -31,19 +31,27 @@ class LearnerState(NamedTuple):
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
-  """NamedSharding of every leaf: moments as their parameters, counters replicated."""
+  """NamedSharding of every leaf: the optimizer's as their parameters, counters replicated."""
   replicated = NamedSharding(mesh, PartitionSpec())
   return LearnerState(
     params=param_shardings(state.params, mesh),
-    opt_state=param_shardings(state.opt_state, mesh),
+    opt_state=optimizer_shardings(state.opt_state, state.params, mesh),
     version=replicated,
     step=replicated,
     skipped=replicated,
     skipped_in_row=replicated,
     objective=jax.tree.map(lambda _: replicated, state.objective),
     average=param_shardings(state.average, mesh),
-    critic=param_shardings(state.critic, mesh),
+    critic=_critic_shardings(state.critic, mesh),
   )
+
+
+def _critic_shardings(critic: Any, mesh: Mesh) -> Any:
+  if not critic:
+    return {}
+  params = critic['params']
+  opt_state = optimizer_shardings(critic['opt_state'], params, mesh)
+  return {'params': param_shardings(params, mesh), 'opt_state': opt_state}
 
 
 def _no_critic(params: Any) -> Any:

@@ -18,7 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlax_stack.learner import critic as critics
 from rlax_stack.learner.gradient_norms import squared_gradient_norms
-from rlax_stack.learner.optimizer import OptimizerSettings, learning_rate_schedule, make_optimizer
+from rlax_stack.learner.optimizer import (
+  DTYPES,
+  OptimizerSettings,
+  learning_rate_schedule,
+  make_optimizer,
+  scaled_update,
+)
 from rlax_stack.learner.scoring import (
   ForwardSettings,
   batch_load,
@@ -152,11 +158,13 @@ class _Step:
       out = self._value_part(critic_params, None, micro_batch(batch, index), _cut(prepared, index))
       return out.loss, (out, None)
 
-    total = _accumulate(part, (state.params, state.critic.get('params', {})), num_micro)
+    dtype = DTYPES[self.optimizer.gradient_dtype]
+    accumulate = functools.partial(_accumulate, num_micro=num_micro, dtype=dtype)
+    total = accumulate(part, (state.params, state.critic.get('params', {})))
     settings, found = self.objective.critic_settings, {}
     critic, norm = {}, jnp.float32(0.0)
     if settings is not None:
-      further = functools.partial(_accumulate, value_part, num_micro=num_micro)
+      further = functools.partial(accumulate, value_part)
       first = total.gradient[1]
       critic, norm = _critic_updates(settings, self.optimizer, state.critic, first, further)
       values, targets = prepared.tokens['value_t'], prepared.tokens['target_t']
@@ -242,20 +250,18 @@ class _Step:
   def _apply(self, state, critic, critic_finite, total, prepared):
     """Updates the state, or leaves all but the counters alone where something is not finite."""
     objective, settings = self.objective, self.objective.critic_settings
-    transform, schedule = make_optimizer(self.optimizer), learning_rate_schedule(self.optimizer)
+    schedule, scale = learning_rate_schedule(self.optimizer), prepared.step_scale
     gradient, loss = total.gradient[0], total.parts.loss
     norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm) & critic_finite
     pretraining = 0 if settings is None else settings.pretrain_updates
     applied = updates_applied(state)
     moves = finite & (applied >= pretraining)
-    # optax mixes its int32 counters with float32, which strict promotion refuses.
+    updates, opt_state = scaled_update(
+      self.optimizer, gradient, state.opt_state, state.params, scale
+    )
     with jax.numpy_dtype_promotion('standard'):
-      updates, opt_state = transform.update(gradient, state.opt_state, state.params)
       learning_rate = jnp.where(applied < pretraining, 0.0, schedule(applied - pretraining))
-    scale = prepared.step_scale
-    if scale is not None:
-      updates = jax.tree.map(lambda x: scale * x, updates)
     params = optax.apply_updates(state.params, updates)
     measured = finished(total.parts)
     carried = objective.update_state(state.objective, measured | {'loss': loss})
@@ -295,17 +301,27 @@ class _Step:
     return new_state, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)
 
 
-def _accumulate(part: Callable, params: Any, num_micro: jax.Array) -> _Total:
-  """Adds up loss, gradient and metrics of `part(params, index)` over the micro-batches in use."""
+def _accumulate(part: Callable, params: Any, *, num_micro: jax.Array, dtype: Any) -> _Total:
+  """Adds up loss, gradient and metrics of `part(params, index)` over the micro-batches in use.
+
+  The sum of the gradients is kept in `dtype` between micro-batches, and returned in float32.
+  """
+
+  def add(total, gradient):
+    return (total.astype(jnp.float32) + gradient.astype(jnp.float32)).astype(dtype)
 
   def body(index, total):
     (_, (out, sums)), gradient = jax.value_and_grad(part, has_aux=True)(params, index)
-    gradient, sums = jax.tree.map(jnp.add, (total.gradient, total.router), (gradient, sums))
-    return _Total(gradient, added(total.parts, out), sums)
+    gradient = jax.tree.map(add, total.gradient, gradient)
+    return _Total(gradient, added(total.parts, out), jax.tree.map(jnp.add, total.router, sums))
+
+  def nothing(tree, dtype):
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), tree)
 
   _, (out, sums) = jax.eval_shape(lambda: part(params, jnp.int32(0)))
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), _Total(params, out, sums))
-  return jax.lax.fori_loop(0, num_micro, body, zeros)
+  zeros = _Total(nothing(params, dtype), *nothing((out, sums), jnp.float32))
+  total = jax.lax.fori_loop(0, num_micro, body, zeros)
+  return total._replace(gradient=jax.tree.map(lambda x: x.astype(jnp.float32), total.gradient))
 
 
 def _critic_updates(

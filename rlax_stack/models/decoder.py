@@ -27,12 +27,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from rlax_stack.errors import ConfigError
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.experts import ExpertKernels, ExpertLinear, Routing, apply_mixture
 from rlax_stack.models.linear import Linear
 from rlax_stack.models.norms import RMSNorm
 from rlax_stack.models.placement import placed_layer, placed_rows
+from rlax_stack.models.remat import named_input, remat_policy
 from rlax_stack.models.rotary import rotate, rotation
 
 Params = dict[str, Any]
@@ -41,12 +41,6 @@ ObserveRouter = Callable[[Routing], Any]
 
 # What the gate of the MLP goes through.
 ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True)}
-
-_REMAT_POLICIES = {
-  'none': None,
-  'layer': jax.checkpoint_policies.nothing_saveable,
-  'dots': jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
-}
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
@@ -197,7 +191,7 @@ class Decoder(nnx.Module):
 
     def layer(x, of_layer):
       state, inputs, sees_all, experts = of_layer
-      x, state = placed_rows(x, mesh), placed_layer(state, mesh)
+      x, state = named_input(placed_rows(x, mesh)), placed_layer(state, mesh)
       given = () if inputs is None else (inputs,)
       named = {} if sees_all is None else {'sees_all': sees_all}
       sin, cos = rotations
@@ -210,8 +204,9 @@ class Decoder(nnx.Module):
       decode = nnx.merge(graph, state)
       return decode(x, sin, cos, attend_here, mesh=mesh, observe=observe, replay=experts)
 
-    if remat != 'none':
-      layer = jax.checkpoint(layer, policy=remat_policy(remat), prevent_cse=False)
+    policy = remat_policy(remat)
+    if policy is not None:
+      layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
     of_each = (stacked, of_layers, layers_that_see_all(config), replay)
     x, aux = jax.lax.scan(layer, self.embedder(tokens, compute_dtype), of_each)
     return self.final_norm(placed_rows(x, mesh)), aux
@@ -227,13 +222,6 @@ def layers_that_see_all(config: ModelConfig) -> jax.Array | None:
 def select(which: jax.Array, yes: Any, no: Any) -> Any:
   """`yes` where the bool scalar `which` is true, else `no`: trees of arrays of equal shapes."""
   return jax.tree.map(lambda a, b: jnp.where(which, a, b), yes, no)
-
-
-def remat_policy(name: str) -> Any:
-  """The checkpoint policy called `name`: 'none', 'layer' (recompute all) or 'dots' (keep matmuls)."""
-  if name not in _REMAT_POLICIES:
-    raise ConfigError(f'remat must be one of {sorted(_REMAT_POLICIES)}, got {name!r}.')
-  return _REMAT_POLICIES[name]
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
@@ -286,7 +274,7 @@ def hidden_states(
     attend: (q [R, T, H, Dh], k [R, T, K, Dh], v) -> [R, T, H, Dh]; q and k are rotated, q is not
       scaled. With `config.global_layers` it gets the keyword `sees_all`, bool [], of its layer.
     compute_dtype: dtype of activations.
-    remat: 'none', 'layer' or 'dots'.
+    remat: one of `remat.REMAT_POLICIES`.
     mesh: where rows and parameters live; a mixture splits its work by it.
     replay: int [L, R, T, k], experts that tokens of a mixture go through, -1 where they are free.
 

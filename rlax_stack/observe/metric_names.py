@@ -11,7 +11,8 @@ ENTROPY = 'train/entropy'  # nats per trained token, mean
 TOKENS_PER_S = 'perf/tokens_per_s'  # sampled tokens per second of wall time
 STEP_TIME_S = 'perf/step_time_s'  # wall seconds of the step
 STALENESS = 'fleet/staleness'  # learner version - oldest trained version, mean
-TIME = 'time/'  # + part: fraction of the step's wall time, 0 .. 1 (see PARTS)
+TIME = 'time/'  # + part: fraction of the step's wall time, 0 .. 1 (see MEASURED)
+IDLE = 'perf/learner_idle'  # fraction of the step in which the learner waited for a batch
 
 PARTS = (
   'generate',
@@ -20,6 +21,8 @@ PARTS = (
   'publish',
   'checkpoint',
 )  # parts of a step that the display shows
+# Those of every step; `other` is what is left. Together they are the step.
+MEASURED = (*PARTS, 'data', 'log_probs', 'evaluate', 'other')
 
 
 def time_values(fractions: dict[str, float]) -> dict[str, float]:

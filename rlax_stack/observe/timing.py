@@ -60,6 +60,13 @@ class TimeSplit:
     with self._lock:
       self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
+  def move(self, source: str, name: str, seconds: float) -> None:
+    """Gives `name` so much of the time of `source`, and no more than that has in this lap."""
+    with self._lock:
+      moved_s = max(0.0, min(seconds, self._seconds.get(source, 0.0)))
+    self.add(source, -moved_s)
+    self.add(name, moved_s)
+
   def lap(self) -> Lap:
     """Ends the lap: returns its parts and starts the next one from zero."""
     with self._lock:

@@ -210,19 +210,28 @@ def decode_items(
   wanted = both(is_prefix, live) > 0
   # Prefix pages first, then row by row; what is not wanted goes to the end.
   place = both(index, index.size + work.row_index[None] * per_row + of_page)
-  order = jnp.lexsort((place, jnp.where(wanted, blocks, jnp.iinfo(jnp.int32).max)))
-  kind = both(jnp.full_like(index, PREFIX), jnp.full_like(row, SUFFIX))[order]
-  page = both(work.item_page, suffix_pages.T)[order]
+  kind = both(jnp.full_like(index, PREFIX), jnp.full_like(row, SUFFIX))
+  page = both(work.item_page, suffix_pages.T)
   visited = jax.ops.segment_max(wanted.astype(jnp.int32), blocks, num_segments=num_rows) > 0
+  # Everything is sorted along: some TPU compilers fail at the large gathers that an argsort would need.
+  rank = jnp.where(wanted, blocks, jnp.iinfo(jnp.int32).max)
+  items = (
+    *(kind, page, blocks, both(work.item_start, prefix_length[None] + begins)),
+    both(work.item_length, own),
+    both(work.item_first, work.row_index[None]),
+    both(work.item_last, work.row_index[None] + 1),
+  )
+  ordered = jax.lax.sort((rank, place, *items), num_keys=2, is_stable=False)
+  kind, page, block, start, length, first, last = ordered[2:]
   return DecodeItems(
     kind=kind,
     prefix_page=_latest(page, kind == PREFIX),
     suffix_page=_latest(page, kind == SUFFIX),
-    block=blocks[order],
-    start=both(work.item_start, prefix_length[None] + begins)[order],
-    length=both(work.item_length, own)[order],
-    first=both(work.item_first, work.row_index[None])[order],
-    last=both(work.item_last, work.row_index[None] + 1)[order],
+    block=block,
+    start=start,
+    length=length,
+    first=first,
+    last=last,
     count=jnp.sum(wanted, dtype=jnp.int32),
     has_items=visited[work.row_block],
   )
@@ -230,6 +239,9 @@ def decode_items(
 
 def _latest(value: jax.Array, where: jax.Array) -> jax.Array:
   """At every place the value of the latest place where `where` holds; 0 before the first."""
-  places = jnp.arange(value.size, dtype=jnp.int32)
-  latest = jax.lax.cummax(jnp.where(where, places, -1))
-  return jnp.where(latest >= 0, value[jnp.maximum(latest, 0)], 0)
+
+  def later(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]):
+    return one[0] | other[0], jnp.where(other[0], other[1], one[1])
+
+  found, latest = jax.lax.associative_scan(later, (where, value))
+  return jnp.where(found, latest, 0)

@@ -37,6 +37,7 @@ from rlax_stack.pallas_kernels.gpu_tiles import (
   tile_iota,
   vector_over,
 )
+from rlax_stack.pallas_kernels.saved_names import named_attention
 
 
 class GpuSpec(NamedTuple):
@@ -120,7 +121,7 @@ def attend(
 
 def _attend_fwd(spec, q, k, v, sinks, positions, subtree_end, first_query, tables):
   tree = _Tree(positions, subtree_end, first_query.reshape(1), tables)
-  out, lse = _forward(spec, q, k, v, sinks, tree)
+  out, lse = named_attention(*_forward(spec, q, k, v, sinks, tree))
   return out, (q, k, v, sinks, tree, out, lse)
 
 

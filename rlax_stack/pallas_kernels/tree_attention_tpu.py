@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rlax_stack.pallas_kernels import block_tables
+from rlax_stack.pallas_kernels.saved_names import named_attention
 from rlax_stack.pallas_kernels.tpu_blocks import HIDDEN, LANES, LOWEST, column, dot
 from rlax_stack.pallas_kernels.tree_launch import (
   Places,
@@ -95,7 +96,7 @@ def _attend_fwd(spec, q, k, v, sinks, positions, subtree_end, first_query, table
   folded = fold(q, k.shape[2], spec.block_q)
   k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
   tree = Tree(positions, subtree_end, first_query, tables)
-  out, lse = _forward(spec, folded, k, v, sinks, tree)
+  out, lse = named_attention(*_forward(spec, folded, k, v, sinks, tree))
   return unfold(out, group, spec.block_q), (folded, k, v, sinks, tree, out, lse)
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlax_stack.pallas_kernels import block_tables
+from rlax_stack.pallas_kernels.saved_names import named_attention
 
 _HIDDEN = -1e30  # score of a hidden pair
 _LOWEST = (
@@ -200,7 +201,7 @@ def _attend(spec, group, q, k, v, sinks, tree):
 
 
 def _attend_fwd(spec, group, q, k, v, sinks, tree):
-  out, lse = _forward(spec, group, q, k, v, sinks, tree)
+  out, lse = named_attention(*_forward(spec, group, q, k, v, sinks, tree))
   return out, (q, k, v, sinks, tree, out, lse)
 
 

@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlax_stack.errors import ConfigError
 from rlax_stack.learner import critic as critics
-from rlax_stack.learner.learner import LearnerSettings
 from rlax_stack.learner.optimizer import make_optimizer
 from rlax_stack.learner.packing import empty_batch
 from rlax_stack.learner.scoring import make_proximal_score, make_score, rows_sharding, weight_shapes
+from rlax_stack.learner.settings import LearnerSettings
 from rlax_stack.learner.state import LearnerState, abstract_state
 from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models import decoder

@@ -47,6 +47,21 @@ KINDS = {
 }
 _GPUS = ('h100',)
 
+# Of bfloat16 products per second of one device as jax counts them, by how its name begins.
+_PEAKS = {
+  'TPU v4': 275e12,
+  'TPU v5 lite': KINDS['v5e'].matmul_flops,
+  'TPU v5e': KINDS['v5e'].matmul_flops,
+  'TPU v5': KINDS['v5p'].matmul_flops,
+  'TPU v6': KINDS['v6e'].matmul_flops,
+  'TPU7x': KINDS['tpu7x'].matmul_flops,
+  'NVIDIA A100': 312e12,
+  'NVIDIA H100 PCIe': 756e12,
+  'NVIDIA H100': KINDS['h100'].matmul_flops,
+  'NVIDIA H200': KINDS['h100'].matmul_flops,
+  'NVIDIA B200': 2250e12,
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
@@ -59,6 +74,12 @@ class Topology:
   kind: DeviceKind
   devices: tuple[Any, ...]
   compiled_for: str
+
+
+def peak_flops(device_kind: str) -> float | None:
+  """The maker's bfloat16 FLOPs per second of a device by jax's name for it; None for others, the CPU among them."""
+  found = [name for name in _PEAKS if device_kind.startswith(name)]
+  return _PEAKS[max(found, key=len)] if found else None
 
 
 def virtual_devices(name: str) -> int:

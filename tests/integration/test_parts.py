@@ -14,9 +14,11 @@ from rlax_stack.errors import CheckpointError, ConfigError, PromptTooLongError
 from rlax_stack.fleet.local_runtime import LocalRuntime
 from rlax_stack.fleet.parameter_server import ParameterServer
 from rlax_stack.learner.checkpoint import Checkpointer
+from rlax_stack.observe import metric_names
 from rlax_stack.observe.metrics import open_metrics
 from rlax_stack.observe.progress import Progress
 from rlax_stack.observe.rollouts_writer import RolloutsWriter
+from rlax_stack.profiling import StepTraces, make_utilisation
 from rlax_stack.rollout.requests import GenerationRequest
 from rlax_stack.rollout.trajectory import make_trajectory
 from rlax_stack.train_loop import Account, LoopParts, TrainLoop, account_from, batch_metrics
@@ -77,6 +79,8 @@ def run_loop(config, model, folder):
       ),
       score_seconds=lambda: worker.stats.score_s,
       engine_figures=worker.figures,
+      utilisation=make_utilisation(config, model.config, 'cpu'),
+      traces=StepTraces(folder / 'profile', config.profile.steps),
       stop_requested=lambda: False,
     )
     loop = TrainLoop(config, parts, Account())
@@ -139,7 +143,8 @@ def loop_folder(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def loop_run(config, model, loop_folder):
-  return run_loop(config, model, loop_folder)
+  profile = dataclasses.replace(config.profile, steps=(2,), peak_tflops=0.5)
+  return run_loop(dataclasses.replace(config, profile=profile), model, loop_folder)
 
 
 @pytest.mark.slow
@@ -163,6 +168,28 @@ def test_every_evaluation_writes_accuracy_and_pass_at_k(loop_run, loop_folder):
   for line in evaluations:
     assert line['held_out/pass@1'] == pytest.approx(line['held_out/accuracy'])
     assert line['held_out/response_length'] > 0
+
+
+@pytest.mark.slow
+def test_every_step_says_where_its_time_went(loop_run, loop_folder):
+  lines = map(json.loads, (loop_folder / 'metrics.jsonl').read_text().splitlines())
+  steps = [line for line in lines if 'time/train' in line]
+  assert [line['step'] for line in steps] == [1, 2, STEPS]
+  for line in steps:
+    parts = {name: line[f'time/{name}'] for name in metric_names.MEASURED}
+    assert sum(parts.values()) == pytest.approx(1.0)
+    assert min(parts.values()) >= 0 and parts['train'] > 0 and parts['data'] > 0
+    assert parts['log_probs'] == 0.0  # nothing is scored beside the update of this objective
+    assert line[metric_names.IDLE] == pytest.approx(parts['generate'] + parts['score'])
+    assert line['perf/mfu'] == pytest.approx(line['perf/model_flops_per_s'] / 0.5e12)
+    worked_s = parts['train'] * line['perf/step_time_s']
+    tokens = line['train/row_tokens']
+    # The matrices of the toy model: attention 2 x 32 x 16 x (2 + 1), MLP 3 x 32 x 64, head 16 x 32.
+    products = 2 * (3072 + 6144) * tokens + 16 * 32 * line['train/targets']
+    flops = 6 * products + 12 * 2 * 2 * 16 * line['train/pairs_per_layer']
+    # The device worked within the time that the loop took for it, fetching of metrics included.
+    assert flops / worked_s <= line['perf/model_flops_per_s'] < 20 * flops / worked_s
+  assert [path.name for path in (loop_folder / 'profile').iterdir()] == ['step_2']
 
 
 @pytest.mark.slow

@@ -125,3 +125,41 @@ def test_mesh_axes_of_a_logical_axis():
   assert rules.mesh_axes('embed') == rules.mesh_axes(None) == ()
   with pytest.raises(ConfigError, match="unknown logical axis 'head'"):
     rules.mesh_axes('head')
+
+
+def _leaf(*shape):
+  return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def test_optimizer_shardings_follow_what_is_left_of_a_parameter():
+  mesh = sharding.make_mesh({'fsdp': 2, 'tensor': 2}, jax.devices()[:4])
+  params = _params()
+  del params['layers']['o_proj']
+  state = {
+    'moments': params,
+    'count': _leaf(2),
+    'layers': {
+      'q_proj': {'kernel': _leaf(2, 8), 'bias': _leaf(2, 1)},
+      'gate_proj': {'kernel': _leaf(2, 16)},
+      'down_proj': {'kernel': _leaf(1)},
+    },
+  }
+  found = jax.tree.map(lambda s: s.spec, sharding.optimizer_shardings(state, params, mesh))
+  assert found['moments']['layers']['q_proj']['kernel'] == P(None, 'tensor', 'fsdp')
+  assert found['moments']['final_norm']['scale'] == P(None)
+  assert found['count'] == P(None)
+  assert found['layers'] == {
+    'q_proj': {'kernel': P(None, 'tensor'), 'bias': P(None, None)},
+    'gate_proj': {'kernel': P(None, 'fsdp')},
+    'down_proj': {'kernel': P(None)},
+  }
+  with pytest.raises(ConfigError, match=r'shape \(3, 8\) in the state of the optimizer'):
+    sharding.optimizer_shardings({'q_proj': {'kernel': _leaf(3, 8)}}, params['layers'], mesh)
+  with pytest.raises(ConfigError, match='no parameter'):
+    sharding.optimizer_shardings({'whole': _leaf(3, 8)}, params, mesh)
+
+
+def test_parameter_name_is_the_end_of_the_path():
+  tree = ({'muon': {'layers': {'q_proj': {'kernel': 0}}}},)
+  [(path, _)] = jax.tree_util.tree_leaves_with_path(tree)
+  assert sharding.parameter_name(path) == ('q_proj', 'kernel')

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlax_stack.learner.learner import Learner, LearnerSettings
+from rlax_stack.learner.learner import Learner
 from rlax_stack.learner.optimizer import OptimizerSettings
 from rlax_stack.learner.packing import RowShape
 from rlax_stack.learner.row_plan import RowPlan
 from rlax_stack.learner.scoring import ForwardSettings
+from rlax_stack.learner.settings import LearnerSettings
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.objectives.objective import resolve

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rlax_stack.errors import ConfigError
-from rlax_stack.learner.learner import check_mixture
 from rlax_stack.learner.optimizer import OptimizerSettings
 from rlax_stack.learner.packing import RowShape
 from rlax_stack.learner.row_plan import RowPlan
@@ -18,6 +17,7 @@ from rlax_stack.learner.scoring import (
   row_states,
   row_states_and_router,
 )
+from rlax_stack.learner.settings import check_mixture
 from rlax_stack.models import decoder
 from rlax_stack.objectives.router import NO_ROUTER_LOSS, RouterLoss
 from rlax_stack.rollout.prefill import causal_attention

@@ -146,6 +146,22 @@ def test_prompt_once_and_layout_by_hand():
   }
 
 
+@pytest.mark.parametrize('window', [None, 3])
+def test_pairs_that_see_each_other_are_counted(window):
+  groups = [
+    make_group(g, range(1, g + 3), [np.full(n, 9), np.full(3, 8)]) for g, n in ((0, 2), (2, 5))
+  ]
+  batch = packing.pack_groups(groups, _advantages(groups), row_shapes=[RowShape(24, 16)])
+  in_use = batch.tokens > 0
+  want = 0
+  for row in range(len(batch.tokens)):
+    for i in range(24):
+      for j in range(i + 1):
+        near = window is None or batch.positions[row, i] - batch.positions[row, j] < window
+        want += near and i < batch.subtree_end[row, j] and in_use[row, i]
+  assert packing.seen_pairs(batch, window) == want > 0
+
+
 def test_several_groups_share_a_row_largest_first():
   groups = [make_group(g, [g + 1], [np.full(n, 9), np.full(n, 8)]) for g, n in enumerate([2, 5, 3])]
   batch = packing.pack_groups(groups, _advantages(groups), row_shapes=[RowShape(12, 16)])

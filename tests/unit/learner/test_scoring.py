@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from rlax_stack.learner import packing
-from rlax_stack.learner.learner import StepMetrics
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
 from rlax_stack.learner.packing import RowShape
 from rlax_stack.learner.scoring import (
@@ -19,6 +18,7 @@ from rlax_stack.learner.scoring import (
   target_log_probs,
 )
 from rlax_stack.learner.state import init_state, state_shardings, updates_applied
+from rlax_stack.learner.step_clock import StepClock, StepMetrics
 from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models import decoder
 from rlax_stack.objectives.objective import resolve
@@ -132,7 +132,7 @@ def test_one_train_step_is_shared_by_equal_arguments(tiny):
 
 
 def test_step_metrics_join_device_and_host():
-  metrics = StepMetrics({'loss': jnp.float32(0.5)}, {'tokens': 3.0})
+  metrics = StepMetrics({'loss': jnp.float32(0.5)}, {'tokens': 3.0}, StepClock())
   assert metrics.result() == {'loss': 0.5, 'tokens': 3.0}
 
 

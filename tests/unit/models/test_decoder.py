@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rlax_stack.errors import ConfigError
 from rlax_stack.models import decoder, rope, rotary
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.linear import Linear
@@ -118,22 +117,6 @@ def test_abstract_params_have_the_shapes_of_real_ones(params):
   assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(
     lambda x: (x.shape, x.dtype), params
   )
-
-
-@pytest.mark.parametrize('remat', ['layer', 'dots'])
-def test_remat_changes_no_value(params, tokens, remat):
-  def loss(p, name):
-    hidden = decoder.hidden_states(p, CONFIG, tokens, positions_of(tokens), causal, remat=name)
-    return jnp.sum(jnp.square(hidden[:, ::3]))
-
-  plain = jax.jit(jax.grad(lambda p: loss(p, 'none')))(params)
-  again = jax.jit(jax.grad(lambda p: loss(p, remat)))(params)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, again)
-
-
-def test_unknown_remat_is_refused():
-  with pytest.raises(ConfigError, match="got 'all'"):
-    decoder.remat_policy('all')
 
 
 def test_aux_comes_back_per_layer(params, tokens):

@@ -61,3 +61,15 @@ def test_other_threads_may_add_and_an_empty_lap_has_no_fractions():
   lap = split.lap()
   assert lap.seconds == {'score': 4.0, 'other': 0.0}
   assert lap.fractions == {'score': 0.0, 'other': 0.0}
+
+
+def test_time_moves_no_further_than_there_is():
+  clock = Clock()
+  split = TimeSplit(clock=clock)
+  with split.measure('generate'):
+    clock.now_s += 4
+  split.move('generate', 'score', 1.0)
+  split.move('generate', 'score', 9.0)
+  split.move('absent', 'score', 2.0)
+  split.move('score', 'generate', -1.0)
+  assert split.lap().seconds == {'generate': 0.0, 'score': 4.0, 'absent': 0.0, 'other': 0.0}

@@ -9,7 +9,7 @@ PARITY_PYTHON ?= $(PYTHON)
 AOT_VENV ?= .venv-aot
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-quick parity aot aot-all lint format docs clean install install-dev
+.PHONY: help quickstart test test-quick parity aot aot-all plan-all lint format docs clean install install-dev
 
 help:  ## this text
 	@echo 'make TARGET [PYTHON=3.12] [ARGS="more arguments"]'
@@ -35,6 +35,10 @@ aot:  ## compile the kernels for TPU, without one (in .venv-aot)
 aot-all:  ## the same, with every row length of the largest heads
 	@.ci/environment $(AOT_VENV) dev,aot $(PYTHON)
 	$(AOT_VENV)/bin/python -m pytest tests/aot $(ARGS)
+
+plan-all:  ## plan every config of configs/clusters (minutes each)
+	@.ci/environment $(AOT_VENV) dev,aot $(PYTHON)
+	$(AOT_VENV)/bin/python -m pytest tests/aot/test_plan.py --timeout=1800 $(ARGS)
 
 lint: install-dev  ## formatting, lint and types; changes nothing
 	$(VENV)/bin/ruff format --check .

@@ -2,7 +2,7 @@
 
     python -m rlax_stack.plan --config=configs/clusters/llama3_70b_v6e_256.py
 
-For training set config.model.path to the model's folder.
+The learner alone: a rollout worker is one device today, and none of these holds 70B weights.
 """
 
 from configs import base

@@ -24,5 +24,7 @@ def get_config():
   config.rollout.max_prompt_tokens = 1024
   config.rollout.max_tokens = 31744
   config.rollout.slots = 32
+  config.rollout.kv = 'int8'  # a worker is one chip
+  config.rollout.kv_fraction = 0.12
   config.fleet.max_staleness = 4
   return config

@@ -23,5 +23,8 @@ def get_config():
   config.rollout.max_prompt_tokens = 1024
   config.rollout.max_tokens = 7168
   config.rollout.slots = 16
+  config.rollout.weights = 'int8'  # a worker is one chip
+  config.rollout.kv = 'int8'
+  config.rollout.kv_fraction = 0.25
   config.fleet.max_staleness = 2
   return config

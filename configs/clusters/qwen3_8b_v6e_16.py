@@ -23,5 +23,6 @@ def get_config():
   config.rollout.max_prompt_tokens = 1024
   config.rollout.max_tokens = 7168
   config.rollout.slots = 32
+  config.rollout.kv_fraction = 0.2
   config.fleet.max_staleness = 2
   return config

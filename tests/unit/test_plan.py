@@ -219,3 +219,46 @@ def test_the_command_saves_its_report(tmp_path):
   assert '1.00 GiB  counted' in made.text() and seconds(0.05) == '50.00 ms'
   with pytest.raises(ConfigError, match='cannot be written'):
     made.save(str(tmp_path / 'no' / 'plan.txt'))
+
+
+def test_the_largest_rows_that_fit_are_searched():
+  """Compiled once more for each knob: twice the tokens do not fit in a little more memory than is used."""
+  config = _config(plan__search=True, learner__micro_batch_tokens=128, learner__row_length=128)
+  model = dataclasses.replace(_TINY, vocab_size=64)
+  used = make_plan(
+    _config(learner__micro_batch_tokens=128, learner__row_length=128), model, _topology()
+  )
+  free = used.summary['hbm_free_fraction']
+  assert free > 0.99 and used.summary['engine_fits'] is True
+  settings = assembly.learner_settings(config, jnp.float32)
+  mesh = make_mesh({'fsdp': 2}, jax.devices()[:2])
+  figures = learner_programs.train_figures(model, settings, mesh)
+  small = _topology(hbm_bytes=1.05 * (figures.argument_bytes + figures.temporary_bytes))
+  found = make_plan(config, model, small)
+  lines = {line.name: line for _, section in found.sections for line in section}
+  for name in ('most tokens of a micro-batch on a device', 'most tokens of a row'):
+    assert lines[name].value == '128' and lines[name].known.endswith('256 do not fit')
+
+
+def test_workers_follow_the_lengths_of_samples():
+  def workers(**changes):
+    report = make_plan(_config(**changes), _TINY, _topology())
+    lines = {line.name: line.value for _, section in report.sections for line in section}
+    return float(lines['single-device workers'])
+
+  longest = workers()
+  assert workers(plan__mean_tokens=16) < 0.6 * longest
+  assert workers(plan__mean_tokens=16, plan__spread=8.0) > workers(plan__mean_tokens=16)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'plan__mean_tokens': 33}, 'config.plan.mean_tokens=33 exceeds config.rollout.max_tokens=32'),
+    ({'plan__spread': 0.5}, 'config.plan.spread must be 1 .* or more, got 0.5'),
+    ({'plan__mean_tokens': -1}, 'config.plan.mean_tokens must be 0 or more'),
+  ],
+)
+def test_lengths_that_cannot_be_are_refused(changes, message):
+  with pytest.raises(ConfigError, match=message):
+    _config(**changes)

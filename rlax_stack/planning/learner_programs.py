@@ -220,14 +220,18 @@ def compiled_or_too_large(lowered: Any) -> Any:
   try:
     return lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    if 'hbm' not in str(error).lower():
+    if not _is_of_memory(str(error)):
       raise
     raise OutOfMemory(_needed(str(error))) from error
 
 
+def _is_of_memory(line: str) -> bool:
+  return 'hbm' in line.lower() or 'ran out of memory' in line.lower()
+
+
 def _needed(message: str) -> str:
   """The compiler's own sentence about memory."""
-  lines = [line.strip() for line in message.splitlines() if 'hbm' in line.lower()]
+  lines = [line.strip() for line in message.splitlines() if _is_of_memory(line)]
   return lines[0] if lines else message.splitlines()[0]
 
 

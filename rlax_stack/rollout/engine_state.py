@@ -14,6 +14,7 @@ from rlax_stack.rollout.quantise import KV_KINDS, KVTable, empty_table
 from rlax_stack.rollout.sampler import RowSampling
 
 RUNNING, STOPPED, LENGTH = 0, 1, 2  # values of RowState.finish
+_MAX_LISTED_PAGES = 8192  # of all rows' own tokens; a page is eight integers in a kernel's list
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -93,9 +94,7 @@ class EngineConfig:
         )
     page = self.page_size or min(256, max(16, _power_of_two(self.max_prompt_tokens)))
     # Many rows: small pages, because what a page reads beyond a row's own tokens is wasted bandwidth.
-    own_page = self.suffix_page_size or min(
-      _round_up(self.max_new_tokens, 8), max(16, min(64, 1024 // self.slots))
-    )
+    own_page = self.suffix_page_size or self._own_page()
     per_prompt = -(-self.max_prompt_tokens // page)
     pages = self.prefix_pages or max(per_prompt, min(self.slots * per_prompt, 32768 // page))
     if pages < per_prompt:
@@ -134,6 +133,13 @@ class EngineConfig:
     chosen |= {'suffix_page_size': own_page, 'suffix_pages': own_pages}
     for name, value in chosen.items():
       object.__setattr__(self, name, value)
+
+  def _own_page(self) -> int:
+    """Tokens of a suffix page: few, but not so few that the list of pages outgrows a TPU's scalar memory."""
+    size = max(16, min(64, 1024 // self.slots))
+    while self.slots * -(-self.max_new_tokens // size) > _MAX_LISTED_PAGES:
+      size *= 2
+    return min(_round_up(self.max_new_tokens, 8), size)
 
   @property
   def pages_per_prompt(self) -> int:

@@ -115,7 +115,7 @@ def test_an_adapter_is_counted_beside_its_frozen_weights():
 
 def test_the_summary_is_one_line_of_json(report):
   last = json.loads(report.text().splitlines()[-1])
-  assert last == report.summary and last['fits'] is True
+  assert last == report.summary and last['fits'] is True and last['engine_fits'] is True
   assert 0.9 < last['hbm_free_fraction'] < 1 and 0 < last['modelled_mfu'] < 1
   assert last['modelled_step_s'] > 0 and last['devices'] == 2 and last['compile_s'] > 0
   assert 'modelled, not measured' in report.text() and 'virtual CPU' in report.text()
@@ -225,11 +225,6 @@ def test_the_largest_rows_that_fit_are_searched():
   """Compiled once more for each knob: twice the tokens do not fit in a little more memory than is used."""
   config = _config(plan__search=True, learner__micro_batch_tokens=128, learner__row_length=128)
   model = dataclasses.replace(_TINY, vocab_size=64)
-  used = make_plan(
-    _config(learner__micro_batch_tokens=128, learner__row_length=128), model, _topology()
-  )
-  free = used.summary['hbm_free_fraction']
-  assert free > 0.99 and used.summary['engine_fits'] is True
   settings = assembly.learner_settings(config, jnp.float32)
   mesh = make_mesh({'fsdp': 2}, jax.devices()[:2])
   figures = learner_programs.train_figures(model, settings, mesh)

@@ -45,6 +45,8 @@ def test_a_program_that_is_too_large_is_told_from_other_errors():
 
   with pytest.raises(OutOfMemory, match='Ran out of memory in memory space hbm'):
     compiled_or_too_large(Lowered('first\n Ran out of memory in memory space hbm. Used 3G of 1G'))
+  with pytest.raises(OutOfMemory, match='memory space smem'):
+    compiled_or_too_large(Lowered('Ran out of memory in memory space smem. Used 2M of 1M'))
   with pytest.raises(jax.errors.JaxRuntimeError, match='a defect'):
     compiled_or_too_large(Lowered('a defect'))
 

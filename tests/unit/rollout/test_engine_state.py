@@ -146,3 +146,12 @@ def test_an_engine_without_controls_refuses_them(tiny):
     assert changes_logits(request.sampling)
     with pytest.raises(ValueError, match='Set EngineConfig.logit_controls'):
       check_request(request, tiny.MODEL, tiny.SIZES)
+
+
+def test_pages_of_long_samples_are_larger():
+  """A list of pages must fit the scalar memory of a TPU; short samples keep small pages."""
+  assert EngineConfig(slots=64, max_new_tokens=64).suffix_page_size == 16
+  assert EngineConfig(slots=32, max_new_tokens=7168).suffix_page_size == 32
+  long = EngineConfig(slots=32, max_new_tokens=31744)
+  assert long.suffix_page_size == 128 and 32 * long.pages_per_sample <= 8192
+  assert EngineConfig(slots=32, max_new_tokens=31744, suffix_page_size=16).suffix_page_size == 16

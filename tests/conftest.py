@@ -4,6 +4,7 @@ The environment is set before JAX is imported, because the number of devices is 
 use.
 """
 
+import gc
 import os
 import sys
 
@@ -22,6 +23,7 @@ if not any('tests/parity' in argument for argument in sys.argv):
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # An implicit float32/bfloat16 or [T]/[B, T] mix is a defect here, never a convenience.
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
@@ -33,3 +35,22 @@ hypothesis.settings.register_profile(
   'ci', deadline=None, max_examples=50, derandomize=True, database=None
 )
 hypothesis.settings.load_profile('ci' if os.environ.get('CI') else 'local')
+
+_MOST_MAPPINGS = 30000  # Linux allows a process 65,530, and a compiled program takes a few; XLA crashes at the limit
+
+
+def _mappings() -> int:
+  try:
+    with open('/proc/self/maps', encoding='utf-8') as lines:
+      return sum(1 for _ in lines)
+  except OSError:
+    return 0  # no Linux, no such limit
+
+
+@pytest.fixture(autouse=True, scope='module')
+def _room_for_programs():
+  """Gives the programs of earlier files up before the process has too many."""
+  yield
+  if _mappings() > _MOST_MAPPINGS:
+    jax.clear_caches()
+    gc.collect()

@@ -42,7 +42,7 @@ def test_a_known_token_is_taken_and_an_unknown_one_drawn(tiny):
 
 def test_a_call_ends_with_its_steps_its_rows_or_enough_that_finished(tiny):
   rows = empty_rows(tiny.SIZES, 97)
-  result = empty_result(tiny.SIZES, (6, 8), rows.finish, jnp.int32(0))
+  result = empty_result(tiny.MODEL, tiny.SIZES, (6, 8), rows.finish, jnp.int32(0))
 
   def goes(running, done, stop_after):
     active = jnp.arange(8) < running

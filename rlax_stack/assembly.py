@@ -187,6 +187,7 @@ def learner_settings(config: RunConfig, compute_dtype: Any) -> LearnerSettings:
       row_length=section.row_length,
       micro_batch_tokens=section.micro_batch_tokens,
       data_parallel=section.mesh.data * section.mesh.fsdp,
+      context=section.mesh.context,
       bootstrap=critic is not None and critic.bootstrap,
     ),
     forward=ForwardSettings(

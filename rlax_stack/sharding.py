@@ -152,6 +152,11 @@ DEFAULT_RULES = LogicalRules(
     # activations and batches
     'rows': ('data', 'fsdp'),
     'tokens': 'context',
+    'row_parts': (
+      'data',
+      'fsdp',
+      'context',
+    ),  # rows cut where `context` splits them, see learner/row_parts.py
     'features': None,
   }
 )

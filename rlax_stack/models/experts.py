@@ -120,7 +120,7 @@ def mix(
     routing: from `route`.
     kernels: cast to the dtype of x.
     first: place of expert 0 in the kernels.
-    mesh: splits rows over data and fsdp, the width of an expert over tensor and experts over expert.
+    mesh: splits rows over data, fsdp and context, the width of an expert over tensor and experts over expert.
     form: 'blocks', 'ragged', or 'auto' for what suits the device.
 
   Returns: [..., D] in the dtype of x.
@@ -144,7 +144,7 @@ def mix(
 def _mix_sharded(one, x, routing, kernels, mesh) -> jax.Array:
   """`_mix` under shard_map: every device takes its own rows through the part of the experts that it holds."""
   rules = sharding.DEFAULT_RULES
-  by_row: PartitionSpec = rules.spec_for(('rows', 'tokens', 'features'))
+  by_row: PartitionSpec = rules.spec_for(('row_parts', None, 'features'))
   wide: Any = rules.spec_for(('experts', 'mlp', 'features'))
   narrow: Any = rules.spec_for(('experts', 'features', 'mlp'))
 

@@ -95,7 +95,7 @@ def fused_log_prob(
       vocabulary that does not divide is padded, at the cost of a copy of the head.
     implementation: 'auto', 'pallas' (TPU; the forward pass, the gradient is the XLA form's) or 'xla'; 'auto' is
       'pallas' on a TPU. A GPU has no other form than 'xla', and takes it where the other kernels take 'pallas'.
-    mesh: rows lie over data and fsdp, the vocabulary over tensor. None: arrays are whole.
+    mesh: targets lie over data, fsdp and context, the vocabulary over tensor. None: arrays are whole.
 
   Returns:
     FusedLogProb(log_prob, entropy, lse, top).
@@ -126,10 +126,10 @@ def fused_log_prob(
 
 
 def _shards(mesh: Mesh | None) -> int:
-  """Parts that rows are split into."""
+  """Parts that targets are split into."""
   if mesh is None:
     return 1
-  return math.prod(mesh.shape[axis] for axis in DEFAULT_RULES.mesh_axes('rows'))
+  return math.prod(mesh.shape[axis] for axis in DEFAULT_RULES.mesh_axes('row_parts'))
 
 
 def _tpu_spec(implementation: str, mesh: Mesh | None) -> fused_log_prob_tpu.TpuSpec | None:

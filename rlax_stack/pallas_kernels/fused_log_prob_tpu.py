@@ -56,12 +56,12 @@ def softmax_state(
     temperature: float32 [N].
     head: [V, D] in the dtype of hidden.
     soft_cap: of the logits, or None.
-    mesh: rows over data and fsdp, the vocabulary over tensor; None: whole arrays.
+    mesh: targets over data, fsdp and context, the vocabulary over tensor; None: whole arrays.
   """
   whole = functools.partial(_state, spec, soft_cap=soft_cap)
   if mesh is None or mesh.size == 1:
     return whole(hidden, targets, temperature, head, jnp.int32(0), vocab=head.shape[0])
-  by_row = DEFAULT_RULES.spec_for(('rows',))
+  by_row = DEFAULT_RULES.spec_for(('row_parts',))
   parts = mesh.shape['tensor']
 
   def of_part(hidden, targets, temperature, head):

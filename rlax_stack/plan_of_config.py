@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rlax_stack import assembly
 from rlax_stack.config import RunConfig, to_plain
-from rlax_stack.learner import learner
+from rlax_stack.learner import mixture_rules
 from rlax_stack.learner.learner import LearnerSettings
 from rlax_stack.learner.precision import resolve_compute_dtype
 from rlax_stack.learner.scoring import weight_shapes
@@ -45,7 +45,7 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
   settings = assembly.learner_settings(config, dtype)
   mesh = make_mesh(to_plain(config.learner.mesh), topology.devices)
   sizes = assembly.engine_sizes(config, dtype=dtype)
-  learner.check_mixture(model, settings.router, mesh)
+  mixture_rules.check_mixture(model, settings.router, mesh)
   engine.check_mixture(model, sizes)
   recorded = Recorded(sizes.kept_tokens, sizes.record_experts)
   batch = learner_programs.abstract_batch(model, settings, mesh, recorded)

@@ -16,10 +16,11 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlax_stack.errors import ConfigError, DataError, NonFiniteError
+from rlax_stack.errors import DataError, NonFiniteError
 from rlax_stack.learner import critic as critics
-from rlax_stack.learner import packing
+from rlax_stack.learner import multihost, packing
 from rlax_stack.learner.adapter_identity import identity_of
+from rlax_stack.learner.mixture_rules import check_mixture
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
 from rlax_stack.learner.row_plan import RowPlan
 from rlax_stack.learner.scoring import (
@@ -50,7 +51,8 @@ class LearnerSettings:
 
   updates_per_batch: optimizer updates on each batch (the μ of GRPO); above 1 the proximal log-probs
   are scored first, and averaged weights score them before every update. max_skipped_in_row: so many
-  non-finite updates in a row stop the run. router: losses of a mixture of experts.
+  non-finite updates in a row stop the run. router: losses of a mixture of experts. meeting_deadline_s:
+  in a job of several processes, how long one waits for the others before a batch.
   """
 
   rows: RowPlan
@@ -60,6 +62,7 @@ class LearnerSettings:
   updates_per_batch: int = 1
   max_skipped_in_row: int = 5
   router: RouterLoss = NO_ROUTER_LOSS
+  meeting_deadline_s: float = 300.0
 
   @property
   def scores_proximal(self) -> bool:
@@ -88,7 +91,8 @@ class Learner:
       ever: restore a checkpoint with `restore`, not by passing its weights here. Under an adapter they are
       frozen and only placed; they may be in that form already (`frozen.freeze`).
     settings: see LearnerSettings.
-    mesh: from `sharding.make_mesh`.
+    mesh: from `sharding.make_mesh`. Over the devices of several processes (`multihost.start`) each of them makes a
+      learner of equal arguments and gives it the same groups.
   """
 
   def __init__(self, config: ModelConfig, params: Any, settings: LearnerSettings, mesh: Mesh):
@@ -106,7 +110,7 @@ class Learner:
     trained = params
     if adapter:
       base = freeze(params, adapter.base)
-      base = jax.device_put(base, param_shardings(base, mesh))
+      base = multihost.place(base, param_shardings(base, mesh))
       trained = jax.jit(functools.partial(init_adapter, config, adapter))(base)
       self._frozen = (base,)
     self._state = init_state(
@@ -248,7 +252,7 @@ class Learner:
         batch = self._proximal(self._state.params, batch, num_micro, *self._frozen)
       self._state, scalars = self._step(self._state, batch, num_micro, *self._frozen)
     self._version += 1
-    version = jax.device_put(np.int32(self._version), self._replicated)
+    version = multihost.place(np.int32(self._version), self._replicated)
     self._state = self._state._replace(version=version)
     self._last = StepMetrics(scalars, {k: float(v) for k, v in stats.items()})
     return self._last
@@ -280,7 +284,7 @@ class Learner:
     if params is self._anchor:
       batch = batch._replace(experts=None)
     scores = self._score(params, batch, num_micro, *self._frozen)
-    scores = np.asarray(jax.device_get(scores))
+    scores = multihost.fetch(scores)
     scores = scores.reshape(-1, scores.shape[-1])[: packed.tokens.shape[0]]
     index, result = 0, []
     for group in groups:
@@ -346,29 +350,13 @@ class Learner:
       self._capacity = 1 << (num_micro - 1).bit_length()
     padded = packing.pad_rows(packed, self._capacity * rows)
     cut = jax.tree.map(lambda x: x.reshape(self._capacity, rows, *x.shape[1:]), padded)
-    batch = jax.device_put(cut, rows_sharding(self._mesh))
-    return batch, jax.device_put(np.int32(num_micro), self._replicated)
-
-
-def check_mixture(config: ModelConfig, router: RouterLoss, mesh: Mesh) -> None:
-  """Raises ConfigError for a dense model with what belongs to experts, or experts that do not divide over the mesh."""
-  parts = mesh.shape['expert']
-  if not config.num_experts:
-    for name in ('aux_coef', 'z_coef'):
-      if getattr(router, name):
-        raise ConfigError(
-          f'config.learner.router_{name}={getattr(router, name)} is for mixtures of experts, and this model is dense. '
-          'Set it to 0.'
-        )
-    if parts > 1:
-      raise ConfigError(
-        f'config.learner.mesh.expert={parts} splits experts, and this model is dense. Set it to 1.'
-      )
-  elif config.num_experts % parts:
-    raise ConfigError(
-      f'config.learner.mesh.expert={parts} does not divide the {config.num_experts} experts of this model. Choose a '
-      'divisor.'
+    multihost.meet(
+      f'batch {self._version}',
+      word=multihost.digest(cut),
+      deadline_s=self._settings.meeting_deadline_s,
     )
+    batch = multihost.place(cut, rows_sharding(self._mesh))
+    return batch, multihost.place(np.int32(num_micro), self._replicated)
 
 
 def _trained(

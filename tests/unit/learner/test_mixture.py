@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlax_stack.errors import ConfigError
-from rlax_stack.learner.learner import check_mixture
+from rlax_stack.learner.mixture_rules import check_mixture
 from rlax_stack.learner.optimizer import OptimizerSettings
 from rlax_stack.learner.packing import RowShape
 from rlax_stack.learner.row_plan import RowPlan

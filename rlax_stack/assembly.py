@@ -42,7 +42,7 @@ from rlax_stack.rollout.strategies import make_strategy
 from rlax_stack.rollout.strategies.plan import Generate, Limits, Task, carry_out
 from rlax_stack.rollout.trajectory import scored, text_places
 from rlax_stack.rollout.worker import RolloutWorker
-from rlax_stack.sharding import make_mesh
+from rlax_stack.sharding import make_mesh, row_shards
 from rlax_stack.sources import eval_sampling, make_sources, train_sampling
 from rlax_stack.types import Group, Prompt
 
@@ -190,7 +190,7 @@ def learner_settings(config: RunConfig, compute_dtype: Any) -> LearnerSettings:
       max_tokens=_limits(config).span,
       row_length=section.row_length,
       micro_batch_tokens=section.micro_batch_tokens,
-      data_parallel=section.mesh.data * section.mesh.fsdp,
+      data_parallel=row_shards(to_plain(section.mesh)),
       bootstrap=critic is not None and critic.bootstrap,
     ),
     forward=ForwardSettings(

@@ -22,7 +22,7 @@ from rlax_stack.planning.report import Line, Report, gib, seconds
 from rlax_stack.planning.search import LargestFit, largest_fit
 from rlax_stack.planning.topologies import Topology
 from rlax_stack.rollout import engine
-from rlax_stack.sharding import make_mesh
+from rlax_stack.sharding import make_mesh, row_shards
 
 _COUNTED, _COMPILED, _MODELLED = 'counted', 'compiled', 'modelled, not measured'
 
@@ -325,7 +325,7 @@ def _searched_lines(
   whole = rollout.groups_per_step * (
     rollout.max_prompt_tokens + rollout.group_size * rollout.max_tokens
   )
-  data_parallel = config.learner.mesh.data * config.learner.mesh.fsdp
+  data_parallel = row_shards(to_plain(config.learner.mesh))
 
   def used_by(row_length: int, tokens: int) -> float | None:
     learner = dataclasses.replace(

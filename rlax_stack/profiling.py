@@ -4,13 +4,14 @@ Not for the split of a step's time (`observe/timing.py`, `learner/step_clock.py`
 """
 
 import contextlib
+import math
 import pathlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import jax
 from absl import logging
 
-from rlax_stack.config import RunConfig
+from rlax_stack.config import RunConfig, to_plain
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.planning.cost_model import model_flops
 from rlax_stack.planning.topologies import peak_flops
@@ -78,7 +79,7 @@ def make_utilisation(
   """
   peak = config.profile.peak_tflops * 1e12 or peak_flops(device_kind)
   mesh = config.learner.mesh
-  devices = mesh.data * mesh.fsdp * mesh.tensor
+  devices = math.prod(to_plain(mesh).values())
 
   def utilisation(packed: Mapping[str, float], seconds: float) -> dict[str, float]:
     flops = config.learner.updates_per_batch * model_flops(

@@ -29,7 +29,7 @@ class MeshShape:
   fsdp: int = 1  # rows of the batch, parameters split
   tensor: int = 1  # heads, feed-forward width, vocabulary
   context: int = 1  # tokens of one row
-  expert: int = 1  # experts of a mixture
+  expert: int = 1  # rows of the batch, experts of a mixture split
 
   def __post_init__(self):
     for axis in MESH_AXES:
@@ -150,7 +150,7 @@ DEFAULT_RULES = LogicalRules(
     'rank': None,
     'blocks': None,
     # activations and batches
-    'rows': ('data', 'fsdp'),
+    'rows': ('data', 'fsdp', 'expert'),
     'tokens': 'context',
     'features': None,
   }
@@ -196,6 +196,11 @@ _PARAM_AXES |= {
     'magnitude': (layers, sides[0]),
   }.items()
 }
+
+
+def row_shards(sizes: Mapping[str, int]) -> int:
+  """Parts that the rows of a batch are split into, by the sizes of the mesh axes."""
+  return math.prod(sizes[axis] for axis in DEFAULT_RULES.mesh_axes('rows'))
 
 
 def param_logical_axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:

@@ -120,7 +120,7 @@ def mix(
     routing: from `route`.
     kernels: cast to the dtype of x.
     first: place of expert 0 in the kernels.
-    mesh: splits rows over data and fsdp, the width of an expert over tensor and experts over expert.
+    mesh: splits rows over data, fsdp and expert, the width of an expert over tensor and experts over expert.
     form: 'blocks', 'ragged', or 'auto' for what suits the device.
 
   Returns: [..., D] in the dtype of x.
@@ -142,16 +142,27 @@ def mix(
 
 
 def _mix_sharded(one, x, routing, kernels, mesh) -> jax.Array:
-  """`_mix` under shard_map: every device takes its own rows through the part of the experts that it holds."""
+  """`_mix` under shard_map: a device takes the rows of all along `expert` through the experts that it holds.
+
+  The sums of a row return to the device that has it.
+  """
   rules = sharding.DEFAULT_RULES
   by_row: PartitionSpec = rules.spec_for(('rows', 'tokens', 'features'))
-  wide: Any = rules.spec_for(('experts', 'mlp', 'features'))
-  narrow: Any = rules.spec_for(('experts', 'features', 'mlp'))
+  wide: Any = rules.spec_for(('experts', 'mlp', 'embed'))
+  narrow: Any = rules.spec_for(('experts', 'embed', 'mlp'))
+  (split,) = rules.mesh_axes('embed')
 
   def part(x, weights, experts, kernels):
+    x, weights, experts = (
+      lax.all_gather(rows, 'expert', axis=0, tiled=True) for rows in (x, weights, experts)
+    )
+    # Cast before they are gathered; their gradients are summed and scattered on the way back.
+    wide = [lax.all_gather(k, split, axis=2, tiled=True) for k in (kernels.gate, kernels.up)]
+    kernels = ExpertKernels(*wide, lax.all_gather(kernels.down, split, axis=1, tiled=True))
     held = kernels.gate.shape[0]
     experts = experts - held * lax.axis_index('expert').astype(experts.dtype)
-    return lax.psum(one(x, weights, experts, kernels, 0, held), ('tensor', 'expert'))
+    mixed = lax.psum(one(x, weights, experts, kernels, 0, held), 'tensor')
+    return lax.psum_scatter(mixed, 'expert', scatter_dimension=0, tiled=True)
 
   # Loop carries start as constants, which vary over no axis.
   return jax.shard_map(

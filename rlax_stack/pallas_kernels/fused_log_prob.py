@@ -10,7 +10,6 @@ whatever its hidden state holds.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +18,12 @@ from jax import lax
 from jax.sharding import Mesh
 
 from rlax_stack.pallas_kernels import dispatch, fused_log_prob_tpu
-from rlax_stack.sharding import DEFAULT_RULES, sharding_for
+from rlax_stack.sharding import DEFAULT_RULES, row_shards
 
 _CHUNK = 2048  # vocabulary entries per tile
 _TILE_ELEMENTS = 2**24  # of a device; 64 MiB of float32
 _ABSENT = -1e30  # logit of an entry that only pads the vocabulary
+_SPLIT = 'fsdp'  # mesh axis of the head's width, over which rows are split too
 
 
 class FusedLogProb(NamedTuple):
@@ -89,13 +89,12 @@ def fused_log_prob(
     soft_cap: of the logits before the temperature, as in Gemma 2; None for none.
     top_k: so many of the likeliest tokens are given too, and the target's rank, at the cost of another pass over the
       vocabulary.
-    chunk_size: vocabulary entries per tile, at most; None chooses, with tiles of at most 64 MiB a device. A
-      chunk takes
-      its entries at a stride, so that a vocabulary split over devices stays split within each chunk. A
+    chunk_size: vocabulary entries per tile of a device, at most; None chooses, with tiles of at most 64 MiB. A
       vocabulary that does not divide is padded, at the cost of a copy of the head.
     implementation: 'auto', 'pallas' (TPU; the forward pass, the gradient is the XLA form's) or 'xla'; 'auto' is
       'pallas' on a TPU. A GPU has no other form than 'xla', and takes it where the other kernels take 'pallas'.
-    mesh: rows lie over data and fsdp, the vocabulary over tensor. None: arrays are whole.
+    mesh: rows lie over data, fsdp and expert, the vocabulary over tensor and the width of the head over fsdp: it is
+      gathered in the dtype of hidden, and each tile of its gradient is summed and scattered at once. None: whole.
 
   Returns:
     FusedLogProb(log_prob, entropy, lse, top).
@@ -113,13 +112,15 @@ def fused_log_prob(
     hidden = jnp.where(mask[:, None], hidden, 0)
     targets = jnp.where(mask, targets, 0)
   temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (count,))
+  mesh = None if mesh is None or mesh.size == 1 else mesh
+  parts = 1 if mesh is None else mesh.shape['tensor']
   chunk = chunk_size or max(128, min(_CHUNK, _TILE_ELEMENTS * _shards(mesh) // count))
-  spec = _Spec(_num_steps(vocab, chunk), soft_cap, _tpu_spec(implementation, mesh), mesh)
+  spec = _Spec(_num_steps(vocab // parts, chunk), soft_cap, _tpu_spec(implementation, mesh), mesh)
   rows = _Rows(hidden, targets, temperature)
   out = _score(spec, rows, head)
   if top_k:
     held = jax.lax.stop_gradient((rows, head, out))
-    out = out._replace(top=_top(spec, top_k, *held))
+    out = out._replace(top=_everywhere(functools.partial(_top, top_k), spec, *held))
   if mask is not None:
     out = jax.tree.map(lambda x: jnp.where(mask if x.ndim == 1 else mask[:, None], x, 0), out)
   return out
@@ -129,7 +130,7 @@ def _shards(mesh: Mesh | None) -> int:
   """Parts that rows are split into."""
   if mesh is None:
     return 1
-  return math.prod(mesh.shape[axis] for axis in DEFAULT_RULES.mesh_axes('rows'))
+  return row_shards(mesh.shape)
 
 
 def _tpu_spec(implementation: str, mesh: Mesh | None) -> fused_log_prob_tpu.TpuSpec | None:
@@ -172,12 +173,43 @@ def _num_steps(vocab, chunk):
   return next(close, least)
 
 
-def _strided(head, steps, dtype):
-  """[V, D] -> [C, steps, D]: entry v sits at [v // steps, v % steps]; padded at the end."""
-  pad = -head.shape[0] % steps
-  if pad:
-    head = jnp.pad(head, ((0, pad), (0, 0)))
-  return head.astype(dtype).reshape(-1, steps, head.shape[1])
+class _Head(NamedTuple):
+  """The part of the head that a device works on."""
+
+  blocks: (
+    jax.Array
+  )  # [steps, C, D], chunks of the vocabulary in the dtype of hidden, padded at the end
+  first: Any  # int32 scalar, the token of its first entry
+  size: int  # entries
+
+
+def _everywhere(function, spec, rows, head, *rest, d_head=False):
+  """`function(spec, rows, _Head, *rest)` on every device: its own rows by its part of the vocabulary.
+
+  `rest` and what is returned lie as the rows do; with `d_head` it returns (of the rows, of the head) instead.
+  """
+  if spec.mesh is None:
+    return function(spec, rows, _chunked(spec, head.astype(rows.hidden.dtype), jnp.int32(0)), *rest)
+
+  def part(rows, head, *rest):
+    whole = lax.all_gather(head.astype(rows.hidden.dtype), _SPLIT, axis=1, tiled=True)
+    first = lax.axis_index('tensor').astype(jnp.int32) * head.shape[0]
+    return function(spec, rows, _chunked(spec, whole, first), *rest)
+
+  of_rows, of_head = DEFAULT_RULES.spec_for(('rows',)), DEFAULT_RULES.spec_for(('vocab', 'embed'))
+  return jax.shard_map(
+    part,
+    mesh=spec.mesh,
+    in_specs=(of_rows, of_head, *(of_rows for _ in rest)),
+    out_specs=(of_rows, of_head) if d_head else of_rows,
+    check_vma=False,
+  )(rows, head, *rest)
+
+
+def _chunked(spec, head, first):
+  pad = -head.shape[0] % spec.steps
+  blocks = jnp.pad(head, ((0, pad), (0, 0))) if pad else head
+  return _Head(blocks.reshape(spec.steps, -1, head.shape[1]), first, head.shape[0])
 
 
 class _Tile(NamedTuple):
@@ -190,47 +222,47 @@ class _Tile(NamedTuple):
   entries: jax.Array  # int32 [C], which tokens they are
 
 
-def _tile(spec, step, rows, blocks, vocab):
-  size, steps, _ = blocks.shape
-  block = lax.dynamic_index_in_dim(blocks, step, axis=1, keepdims=False)
+def _tile(spec, step, rows, head):
+  steps, size, _ = head.blocks.shape
+  block = lax.dynamic_index_in_dim(head.blocks, step, keepdims=False)
   logits = jnp.einsum('nd,cd->nc', rows.hidden, block, preferred_element_type=jnp.float32)
   slope = None
   if spec.soft_cap is not None:
     share = jnp.tanh(logits / spec.soft_cap)
     logits, slope = spec.soft_cap * share, 1.0 - share * share
   logits = logits / rows.temperature[:, None]
-  entries = jnp.arange(size, dtype=jnp.int32) * steps + step
-  if size * steps != vocab:
-    logits = jnp.where((entries < vocab)[None], logits, _ABSENT)
-  return _Tile(block, logits, entries[None] == rows.targets[:, None], slope, entries)
+  entries = step * size + jnp.arange(size, dtype=jnp.int32)
+  present = entries < head.size
+  if size * steps != head.size:
+    logits = jnp.where(present[None], logits, _ABSENT)
+  entries = entries + head.first
+  hit = present[None] & (entries[None] == rows.targets[:, None])
+  return _Tile(block, logits, hit, slope, entries)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _score(spec, rows, head):
-  if spec.tpu is not None:
-    state = fused_log_prob_tpu.softmax_state(
-      spec.tpu,
-      rows.hidden,
-      rows.targets,
-      rows.temperature,
-      head.astype(rows.hidden.dtype),
-      soft_cap=spec.soft_cap,
-      mesh=spec.mesh,
-    )
-  else:
-    state = _state(spec, rows, head)
-  top, total, spread, chosen = state
+  top, total, spread, chosen = _everywhere(_state, spec, rows, head)
   lse = top + jnp.log(total)
   return FusedLogProb(chosen - lse, jnp.log(total) - spread / total, lse)
 
 
 def _state(spec, rows, head):
   """Maximum, sum of weights, sum of weight times shifted logit, and the target's logit; float32 [N] each."""
-  blocks = _strided(head, spec.steps, rows.hidden.dtype)
+  if spec.tpu is not None:
+    whole = head.blocks.reshape(-1, head.blocks.shape[-1])[: head.size]
+    state = fused_log_prob_tpu.softmax_state(
+      spec.tpu, *rows, whole, head.first, soft_cap=spec.soft_cap
+    )
+  else:
+    state = _state_xla(spec, rows, head)
+  return _joined(state) if _split_vocabulary(spec) else state
 
+
+def _state_xla(spec, rows, head):
   def visit(step, state):
     top, total, spread, chosen = state
-    tile = _tile(spec, step, rows, blocks, head.shape[0])
+    tile = _tile(spec, step, rows, head)
     new_top = jnp.maximum(top, tile.logits.max(-1))
     shifted = tile.logits - new_top[:, None]
     weights = jnp.exp(shifted)
@@ -245,31 +277,48 @@ def _state(spec, rows, head):
   return lax.fori_loop(0, spec.steps, visit, start)
 
 
-def _top(spec, top_k, rows, head, out):
+def _split_vocabulary(spec) -> bool:
+  return spec.mesh is not None and spec.mesh.shape['tensor'] > 1
+
+
+def _joined(state):
+  """The states of all parts of the vocabulary as one, on every device of `tensor`."""
+  top, total, spread, chosen = state
+  new_top = lax.pmax(top, 'tensor')
+  shrink = jnp.exp(top - new_top)
+  moved = shrink * (spread + total * (top - new_top))
+  sums = lax.psum((shrink * total, moved, chosen), 'tensor')
+  return new_top, *sums
+
+
+def _top(top_k, spec, rows, head, out):
   """The `top_k` likeliest tokens: the best of those so far and of the next chunk, chunk by chunk."""
-  blocks = _strided(head, spec.steps, rows.hidden.dtype)
+
+  def best_of(values, tokens):
+    values, places = lax.top_k(values, top_k)
+    return values, jnp.take_along_axis(tokens, places, axis=1)
 
   def visit(step, best):
-    tile = _tile(spec, step, rows, blocks, head.shape[0])
+    tile = _tile(spec, step, rows, head)
     log_probs = tile.logits - out.lse[:, None]
     values = jnp.concatenate([best.log_prob, log_probs], axis=1)
     tokens = jnp.broadcast_to(tile.entries[None], log_probs.shape)
     tokens = jnp.concatenate([best.token, tokens], axis=1)
-    values, places = lax.top_k(values, top_k)
     ahead = (log_probs > out.log_prob[:, None]) & ~tile.hit
-    return TopLogProbs(
-      values,
-      jnp.take_along_axis(tokens, places, axis=1),
-      best.rank + ahead.sum(-1, dtype=jnp.int32),
-    )
+    return TopLogProbs(*best_of(values, tokens), best.rank + ahead.sum(-1, dtype=jnp.int32))
 
   count = rows.hidden.shape[0]
   start = TopLogProbs(
     jnp.full((count, top_k), _ABSENT, jnp.float32),
     jnp.zeros((count, top_k), jnp.int32),
-    jnp.ones((count,), jnp.int32),
+    jnp.zeros((count,), jnp.int32),
   )
-  return lax.fori_loop(0, spec.steps, visit, start)
+  best = lax.fori_loop(0, spec.steps, visit, start)
+  if _split_vocabulary(spec):
+    ahead = lax.psum(best.rank, 'tensor')
+    held = (lax.all_gather(x, 'tensor', axis=1, tiled=True) for x in (best.log_prob, best.token))
+    best = TopLogProbs(*best_of(*held), ahead)
+  return best._replace(rank=best.rank + 1)
 
 
 def _score_fwd(spec, rows, head):
@@ -279,13 +328,19 @@ def _score_fwd(spec, rows, head):
 
 def _score_bwd(spec, residuals, cotangents):
   rows, head, out = residuals
-  blocks = _strided(head, spec.steps, rows.hidden.dtype)
-  a, b, c = (x / rows.temperature for x in cotangents[:3])
+  scaled = tuple(x / rows.temperature for x in cotangents[:3])
+  d_hidden, d_head = _everywhere(_gradient, spec, rows, head, out, scaled, d_head=True)
+  return _Rows(d_hidden.astype(rows.hidden.dtype), None, None), d_head.astype(head.dtype)
+
+
+def _gradient(spec, rows, head, out, scaled):
+  """Float32 gradients of the rows and of the device's part of the head; `scaled` are those of the outputs."""
+  a, b, c = scaled
   level = c - a - b * out.entropy
 
   def visit(step, state):
     d_hidden, d_blocks = state
-    tile = _tile(spec, step, rows, blocks, head.shape[0])
+    tile = _tile(spec, step, rows, head)
     log_p = tile.logits - out.lse[:, None]
     d_logits = jnp.exp(log_p) * (level[:, None] - b[:, None] * log_p)
     d_logits = jnp.where(tile.hit, d_logits + a[:, None], d_logits)
@@ -294,14 +349,19 @@ def _score_bwd(spec, residuals, cotangents):
     d_logits = d_logits.astype(rows.hidden.dtype)
     d_hidden += jnp.einsum('nc,cd->nd', d_logits, tile.block, preferred_element_type=jnp.float32)
     d_block = jnp.einsum('nc,nd->cd', d_logits, rows.hidden, preferred_element_type=jnp.float32)
-    if spec.mesh is not None:  # each device sums its own part of the width
-      d_block = lax.with_sharding_constraint(d_block, sharding_for(spec.mesh, ('vocab', 'embed')))
-    return d_hidden, lax.dynamic_update_index_in_dim(d_blocks, d_block, step, axis=1)
+    if spec.mesh is not None:
+      d_block = lax.psum_scatter(d_block, _SPLIT, scatter_dimension=1, tiled=True)
+    return d_hidden, lax.dynamic_update_index_in_dim(d_blocks, d_block, step, axis=0)
 
-  start = (jnp.zeros(rows.hidden.shape, jnp.float32), jnp.zeros(blocks.shape, jnp.float32))
+  *chunks, width = head.blocks.shape
+  width = width if spec.mesh is None else width // spec.mesh.shape[_SPLIT]
+  start = (jnp.zeros(rows.hidden.shape, jnp.float32), jnp.zeros((*chunks, width), jnp.float32))
   d_hidden, d_blocks = lax.fori_loop(0, spec.steps, visit, start)
-  d_head = d_blocks.reshape(-1, head.shape[1])[: head.shape[0]]
-  return _Rows(d_hidden.astype(rows.hidden.dtype), None, None), d_head.astype(head.dtype)
+  d_head = d_blocks.reshape(-1, width)[: head.size]
+  if spec.mesh is not None:
+    others = [axis for axis in DEFAULT_RULES.mesh_axes('rows') if axis != _SPLIT]
+    d_head, d_hidden = lax.psum(d_head, others), lax.psum(d_hidden, 'tensor')
+  return d_hidden, d_head
 
 
 _score.defvjp(_score_fwd, _score_bwd)

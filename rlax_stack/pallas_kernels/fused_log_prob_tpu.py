@@ -1,8 +1,8 @@
 """The forward pass of fused_log_prob as a Pallas kernel for TPU: tiles of logits that never leave VMEM.
 
 The grid is (block of rows, block of the vocabulary, block of the width); a tile of logits is summed over the width in
-float32 and then folded into the running softmax of its rows. With the vocabulary over `tensor`, every device runs over
-its part and the states are joined.
+float32 and then folded into the running softmax of its rows. A part of the vocabulary gives a state that can be joined
+with those of the other parts.
 
 Not for gradients: a backward kernel would compute every tile twice, once for the rows and once for the head, where the
 XLA form computes it once.
@@ -16,11 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from rlax_stack.pallas_kernels.tpu_blocks import LANES, column, dot
-from rlax_stack.sharding import DEFAULT_RULES
 
 _ABSENT = -1e30  # logit of an entry past the vocabulary
 
@@ -43,53 +40,23 @@ def softmax_state(
   targets: jax.Array,
   temperature: jax.Array,
   head: jax.Array,
+  first: jax.Array | int = 0,
   *,
   soft_cap: float | None,
-  mesh: Mesh | None,
 ) -> tuple[jax.Array, ...]:
   """Maximum, sum of weights, sum of weight times shifted logit, and the target's logit; float32 [N] each.
 
   Args:
     spec: see TpuSpec.
     hidden: [N, D].
-    targets: int32 [N].
+    targets: int32 [N]; those that are not of this head have a logit of 0.
     temperature: float32 [N].
-    head: [V, D] in the dtype of hidden.
+    head: [V, D] in the dtype of hidden; the whole of it or a part.
+    first: the token of its first entry.
     soft_cap: of the logits, or None.
-    mesh: rows over data and fsdp, the vocabulary over tensor; None: whole arrays.
   """
-  whole = functools.partial(_state, spec, soft_cap=soft_cap)
-  if mesh is None or mesh.size == 1:
-    return whole(hidden, targets, temperature, head, jnp.int32(0), vocab=head.shape[0])
-  by_row = DEFAULT_RULES.spec_for(('rows',))
-  parts = mesh.shape['tensor']
-
-  def of_part(hidden, targets, temperature, head):
-    first = lax.axis_index('tensor') * head.shape[0]
-    state = whole(hidden, targets, temperature, head, first, vocab=head.shape[0])
-    return _joined(state) if parts > 1 else state
-
-  return jax.shard_map(
-    of_part,
-    mesh=mesh,
-    in_specs=(P(by_row[0], None), by_row, by_row, P('tensor', None)),
-    out_specs=by_row,
-    check_vma=False,
-  )(hidden, targets, temperature, head)
-
-
-def _joined(state):
-  """The states of all parts of the vocabulary as one, on every device of `tensor`."""
-  top, total, spread, chosen = state
-  new_top = lax.pmax(top, 'tensor')
-  shrink = jnp.exp(top - new_top)
-  moved = shrink * (spread + total * (top - new_top))
-  sums = lax.psum((shrink * total, moved, chosen), 'tensor')
-  return new_top, *sums
-
-
-def _state(spec, hidden, targets, temperature, head, first, *, vocab, soft_cap):
   count, width = hidden.shape
+  vocab = head.shape[0]
   rows = min(spec.rows, -(-count // LANES) * LANES)
   blocks, entries = -(-count // rows), min(spec.entries, -(-vocab // LANES) * LANES)
   depth = _divisor(width, spec.width)

@@ -159,7 +159,7 @@ def _fused_log_prob(interpret: Any) -> Deviation:
   want = fused_log_prob.fused_log_prob(hidden, head, targets, implementation='xla')
   spec = fused_log_prob_tpu.TpuSpec(rows=128, entries=128, width=128, interpret=interpret)
   top, total, spread, chosen = fused_log_prob_tpu.softmax_state(
-    spec, hidden, targets, jnp.ones(70), head, soft_cap=None, mesh=None
+    spec, hidden, targets, jnp.ones(70), head, soft_cap=None
   )
   lse = top + jnp.log(total)
   return Deviation((chosen - lse, jnp.log(total) - spread / total, lse), tuple(want[:3]))

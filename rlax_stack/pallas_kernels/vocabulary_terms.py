@@ -9,7 +9,6 @@ Invariant: the largest array is a tile, the head or its gradient, never logits o
 masked token reads and writes nothing, whatever its hidden state holds.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rlax_stack.sharding import DEFAULT_RULES, sharding_for
+from rlax_stack.sharding import row_shards, sharding_for
 
 # (log_policy float32 [n, V], targets int32 [n], extras of [n, ...]) -> pytree of arrays [n, ...]
 TokenFunction = Callable[[jax.Array, jax.Array, Any], Any]
@@ -61,7 +60,7 @@ def vocabulary_terms(
   rows, count, width = hidden.shape
   shards = 1
   if mesh is not None:
-    shards = math.prod(mesh.shape[axis] for axis in DEFAULT_RULES.mesh_axes('rows'))
+    shards = row_shards(mesh.shape)
   if rows % shards:
     raise ValueError(
       f'the rows must divide over the mesh, got {rows} rows and {shards} shards. Pad the rows.'

@@ -26,7 +26,7 @@ from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.experts import block_size
 from rlax_stack.planning.compiled_counts import CompiledCounts, count_compiled
 from rlax_stack.planning.traced_flops import Counting, traced_flops
-from rlax_stack.sharding import param_shardings
+from rlax_stack.sharding import param_shardings, row_shards
 from rlax_stack.types import PackedBatch
 
 
@@ -184,12 +184,12 @@ def _counting(config: ModelConfig, settings: LearnerSettings, mesh: Mesh) -> Cou
   if not config.num_experts:
     return Counting(unknown_trips=trips)
   held = config.num_experts // parts
-  here = rows.micro_batch_rows // (mesh.shape['data'] * mesh.shape['fsdp'])
-  choices = here * rows.shape.length * config.experts_per_token
+  here = rows.micro_batch_rows // row_shards(mesh.shape)
+  # A device sees the rows of all devices along the axis of experts, and takes the choices of its own.
+  choices = parts * here * rows.shape.length * config.experts_per_token
   # An expert's last block is half empty, taking one with another.
   blocks = choices / parts / block_size(choices, held) + held / 2
-  # Rows are not split over the axis of experts: its devices do all else alike.
-  return Counting(unknown_trips=trips, block_trips=blocks, grouped_share=1 / parts, copies=parts)
+  return Counting(unknown_trips=trips, block_trips=blocks, grouped_share=1 / parts)
 
 
 def _figures(

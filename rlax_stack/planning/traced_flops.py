@@ -19,14 +19,12 @@ class Counting:
   """What a traced program does not say.
 
   unknown_trips: how often a loop without a known length runs; block_trips: one over blocks of experts. grouped_share:
-  part of the rows of a grouped product that are of groups that the device has. copies: devices that do the same
-  product, where the program does not say what a device does.
+  part of the rows of a grouped product that are of groups that the device has.
   """
 
   unknown_trips: float = 1
   block_trips: float = 1
   grouped_share: float = 1
-  copies: int = 1
 
   def trips(self, scopes: str) -> float:
     """How often a loop without a known length runs, by the scopes that it was traced in."""
@@ -54,7 +52,7 @@ def _of_jaxpr(jaxpr: Any, counting: Counting) -> float:
 def _of_equation(equation: Any, counting: Counting) -> float:
   name, params = equation.primitive.name, equation.params
   if name == 'dot_general':
-    return counting.copies * _of_product(equation)
+    return _of_product(equation)
   if name in ('ragged_dot', 'ragged_dot_general'):
     rows, width = equation.invars[0].aval.shape[-2:]
     return 2.0 * counting.grouped_share * rows * width * equation.outvars[0].aval.shape[-1]
@@ -68,7 +66,7 @@ def _of_equation(equation: Any, counting: Counting) -> float:
     return max(_of_jaxpr(branch.jaxpr, counting) for branch in params['branches'])
   times = params['length'] if name == 'scan' else 1
   if name == 'shard_map':  # traced for one device
-    times, counting = params['mesh'].size, dataclasses.replace(counting, copies=1)
+    times = params['mesh'].size
   return times * sum(_of_jaxpr(inner, counting) for inner in _inner(params))
 
 

@@ -46,7 +46,7 @@ class TopLogProbs(NamedTuple):
 class _Spec(NamedTuple):
   """What is static: hashable."""
 
-  steps: int  # chunks of the vocabulary
+  chunk: int  # entries of the vocabulary in a tile
   soft_cap: float | None
   tpu: fused_log_prob_tpu.TpuSpec | None  # None: plain XLA
   mesh: Mesh | None
@@ -89,8 +89,7 @@ def fused_log_prob(
     soft_cap: of the logits before the temperature, as in Gemma 2; None for none.
     top_k: so many of the likeliest tokens are given too, and the target's rank, at the cost of another pass over the
       vocabulary.
-    chunk_size: vocabulary entries per tile of a device, at most; None chooses, with tiles of at most 64 MiB. A
-      vocabulary that does not divide is padded, at the cost of a copy of the head.
+    chunk_size: vocabulary entries per tile of a device; None chooses, with tiles of at most 64 MiB.
     implementation: 'auto', 'pallas' (TPU; the forward pass, the gradient is the XLA form's) or 'xla'; 'auto' is
       'pallas' on a TPU. A GPU has no other form than 'xla', and takes it where the other kernels take 'pallas'.
     mesh: rows lie over data, fsdp and expert, the vocabulary over tensor and the width of the head over fsdp: it is
@@ -114,8 +113,9 @@ def fused_log_prob(
   temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (count,))
   mesh = None if mesh is None or mesh.size == 1 else mesh
   parts = 1 if mesh is None else mesh.shape['tensor']
-  chunk = chunk_size or max(128, min(_CHUNK, _TILE_ELEMENTS * _shards(mesh) // count))
-  spec = _Spec(_num_steps(vocab // parts, chunk), soft_cap, _tpu_spec(implementation, mesh), mesh)
+  chunk = chunk_size or _chunk(_TILE_ELEMENTS * _shards(mesh) // count)
+  chunk = min(chunk, vocab // parts)
+  spec = _Spec(chunk, soft_cap, _tpu_spec(implementation, mesh), mesh)
   rows = _Rows(hidden, targets, temperature)
   out = _score(spec, rows, head)
   if top_k:
@@ -166,21 +166,16 @@ def _check(hidden, head, targets, mask, temperature, chunk_size):
   return count, head.shape[0]
 
 
-def _num_steps(vocab, chunk):
-  """Chunks to cut the vocabulary into: a divisor close by if there is one, so that nothing is padded."""
-  least = -(-vocab // chunk)
-  close = (steps for steps in range(least, 4 * least + 1) if vocab % steps == 0)
-  return next(close, least)
+def _chunk(most: int) -> int:
+  """Entries of a tile: full lanes, so that sums over devices may be scattered on a TPU."""
+  return max(128, min(_CHUNK, most) // 128 * 128)
 
 
 class _Head(NamedTuple):
   """The part of the head that a device works on."""
 
-  blocks: (
-    jax.Array
-  )  # [steps, C, D], chunks of the vocabulary in the dtype of hidden, padded at the end
+  entries: jax.Array  # [V, D] in the dtype of hidden
   first: Any  # int32 scalar, the token of its first entry
-  size: int  # entries
 
 
 def _everywhere(function, spec, rows, head, *rest, d_head=False):
@@ -189,12 +184,12 @@ def _everywhere(function, spec, rows, head, *rest, d_head=False):
   `rest` and what is returned lie as the rows do; with `d_head` it returns (of the rows, of the head) instead.
   """
   if spec.mesh is None:
-    return function(spec, rows, _chunked(spec, head.astype(rows.hidden.dtype), jnp.int32(0)), *rest)
+    return function(spec, rows, _Head(head.astype(rows.hidden.dtype), jnp.int32(0)), *rest)
 
   def part(rows, head, *rest):
     whole = lax.all_gather(head.astype(rows.hidden.dtype), _SPLIT, axis=1, tiled=True)
     first = lax.axis_index('tensor').astype(jnp.int32) * head.shape[0]
-    return function(spec, rows, _chunked(spec, whole, first), *rest)
+    return function(spec, rows, _Head(whole, first), *rest)
 
   of_rows, of_head = DEFAULT_RULES.spec_for(('rows',)), DEFAULT_RULES.spec_for(('vocab', 'embed'))
   return jax.shard_map(
@@ -206,10 +201,8 @@ def _everywhere(function, spec, rows, head, *rest, d_head=False):
   )(rows, head, *rest)
 
 
-def _chunked(spec, head, first):
-  pad = -head.shape[0] % spec.steps
-  blocks = jnp.pad(head, ((0, pad), (0, 0))) if pad else head
-  return _Head(blocks.reshape(spec.steps, -1, head.shape[1]), first, head.shape[0])
+def _steps(spec, head) -> int:
+  return -(-head.entries.shape[0] // spec.chunk)
 
 
 class _Tile(NamedTuple):
@@ -223,21 +216,26 @@ class _Tile(NamedTuple):
 
 
 def _tile(spec, step, rows, head):
-  steps, size, _ = head.blocks.shape
-  block = lax.dynamic_index_in_dim(head.blocks, step, keepdims=False)
+  start = _start(spec, step, head)
+  block = lax.dynamic_slice_in_dim(head.entries, start, spec.chunk)
   logits = jnp.einsum('nd,cd->nc', rows.hidden, block, preferred_element_type=jnp.float32)
   slope = None
   if spec.soft_cap is not None:
     share = jnp.tanh(logits / spec.soft_cap)
     logits, slope = spec.soft_cap * share, 1.0 - share * share
   logits = logits / rows.temperature[:, None]
-  entries = step * size + jnp.arange(size, dtype=jnp.int32)
-  present = entries < head.size
-  if size * steps != head.size:
-    logits = jnp.where(present[None], logits, _ABSENT)
+  entries = start + jnp.arange(spec.chunk, dtype=jnp.int32)
+  fresh = entries >= step * spec.chunk
+  if head.entries.shape[0] % spec.chunk:
+    logits = jnp.where(fresh[None], logits, _ABSENT)
   entries = entries + head.first
-  hit = present[None] & (entries[None] == rows.targets[:, None])
+  hit = fresh[None] & (entries[None] == rows.targets[:, None])
   return _Tile(block, logits, hit, slope, entries)
+
+
+def _start(spec, step, head):
+  """Where a chunk begins: the last one reaches back where it would end past the end, and leaves that out."""
+  return jnp.minimum(step * spec.chunk, head.entries.shape[0] - spec.chunk)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -250,10 +248,7 @@ def _score(spec, rows, head):
 def _state(spec, rows, head):
   """Maximum, sum of weights, sum of weight times shifted logit, and the target's logit; float32 [N] each."""
   if spec.tpu is not None:
-    whole = head.blocks.reshape(-1, head.blocks.shape[-1])[: head.size]
-    state = fused_log_prob_tpu.softmax_state(
-      spec.tpu, *rows, whole, head.first, soft_cap=spec.soft_cap
-    )
+    state = fused_log_prob_tpu.softmax_state(spec.tpu, *rows, *head, soft_cap=spec.soft_cap)
   else:
     state = _state_xla(spec, rows, head)
   return _joined(state) if _split_vocabulary(spec) else state
@@ -274,7 +269,7 @@ def _state_xla(spec, rows, head):
 
   zeros = jnp.zeros(rows.targets.shape, jnp.float32)
   start = (zeros + _ABSENT, zeros, zeros, zeros)
-  return lax.fori_loop(0, spec.steps, visit, start)
+  return lax.fori_loop(0, _steps(spec, head), visit, start)
 
 
 def _split_vocabulary(spec) -> bool:
@@ -313,7 +308,7 @@ def _top(top_k, spec, rows, head, out):
     jnp.zeros((count, top_k), jnp.int32),
     jnp.zeros((count,), jnp.int32),
   )
-  best = lax.fori_loop(0, spec.steps, visit, start)
+  best = lax.fori_loop(0, _steps(spec, head), visit, start)
   if _split_vocabulary(spec):
     ahead = lax.psum(best.rank, 'tensor')
     held = (lax.all_gather(x, 'tensor', axis=1, tiled=True) for x in (best.log_prob, best.token))
@@ -338,8 +333,10 @@ def _gradient(spec, rows, head, out, scaled):
   a, b, c = scaled
   level = c - a - b * out.entropy
 
-  def visit(step, state):
-    d_hidden, d_blocks = state
+  def visit(turn, state):
+    # From the end: what the last chunk leaves out is written by the one before it.
+    step = steps - 1 - turn
+    d_hidden, d_head = state
     tile = _tile(spec, step, rows, head)
     log_p = tile.logits - out.lse[:, None]
     d_logits = jnp.exp(log_p) * (level[:, None] - b[:, None] * log_p)
@@ -351,13 +348,13 @@ def _gradient(spec, rows, head, out, scaled):
     d_block = jnp.einsum('nc,nd->cd', d_logits, rows.hidden, preferred_element_type=jnp.float32)
     if spec.mesh is not None:
       d_block = lax.psum_scatter(d_block, _SPLIT, scatter_dimension=1, tiled=True)
-    return d_hidden, lax.dynamic_update_index_in_dim(d_blocks, d_block, step, axis=0)
+    start = _start(spec, step, head)
+    return d_hidden, lax.dynamic_update_slice_in_dim(d_head, d_block, start, axis=0)
 
-  *chunks, width = head.blocks.shape
+  steps, (vocab, width) = _steps(spec, head), head.entries.shape
   width = width if spec.mesh is None else width // spec.mesh.shape[_SPLIT]
-  start = (jnp.zeros(rows.hidden.shape, jnp.float32), jnp.zeros((*chunks, width), jnp.float32))
-  d_hidden, d_blocks = lax.fori_loop(0, spec.steps, visit, start)
-  d_head = d_blocks.reshape(-1, width)[: head.size]
+  start = (jnp.zeros(rows.hidden.shape, jnp.float32), jnp.zeros((vocab, width), jnp.float32))
+  d_hidden, d_head = lax.fori_loop(0, steps, visit, start)
   if spec.mesh is not None:
     others = [axis for axis in DEFAULT_RULES.mesh_axes('rows') if axis != _SPLIT]
     d_head, d_hidden = lax.psum(d_head, others), lax.psum(d_hidden, 'tensor')

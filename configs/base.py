@@ -121,7 +121,7 @@ def get_config():
   config.learner.mesh.fsdp = 1  # parameters and rows sharded
   config.learner.mesh.tensor = 1  # heads, MLP and vocabulary sharded
   config.learner.mesh.context = 1  # must be 1
-  config.learner.mesh.expert = 1  # experts of a mixture sharded
+  config.learner.mesh.expert = 1  # experts of a mixture sharded, and rows
 
   config.fleet = ConfigDict()
   config.fleet.runtime = 'local'  # one process, generation in a thread

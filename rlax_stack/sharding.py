@@ -249,7 +249,7 @@ def _axes_of(entry: Any) -> tuple[str, ...]:
 def check_divisible(name: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> None:
   """Raises ConfigError (dimension, size, axis, cure) where `shape` does not divide over `spec`."""
   for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
-    axes = _axes_of(entry)
+    axes = [axis for axis in _axes_of(entry) if mesh.shape[axis] > 1]
     parts = math.prod(mesh.shape[axis] for axis in axes)
     if size % parts:
       where = ' x '.join(f'{axis} {mesh.shape[axis]}' for axis in axes)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from rlax_stack import sharding
@@ -263,6 +264,7 @@ _moved.defvjp(_moved_forward, _moved_backward)
 def _ragged_product(slots, kernel, plan, first) -> jax.Array:
   """Each slot [in] times the kernel of its expert -> [slots, out]."""
   held = lax.dynamic_slice_in_dim(kernel, first, plan.sizes.shape[0])
+  held = with_layout_constraint(held, Layout((0, 1, 2)))
   return lax.ragged_dot(slots, held.swapaxes(1, 2), plan.sizes)
 
 

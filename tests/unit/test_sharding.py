@@ -48,7 +48,7 @@ def test_make_mesh_shows_its_arithmetic():
 def test_spec_for_maps_names():
   rules = sharding.DEFAULT_RULES
   assert rules.spec_for(('layers', 'heads', 'embed')) == P(None, 'tensor', 'fsdp')
-  assert rules.spec_for(('rows', 'tokens', None)) == P(('data', 'fsdp'), 'context', None)
+  assert rules.spec_for(('rows', 'tokens', None)) == P(('data', 'fsdp', 'expert'), 'context', None)
   with pytest.raises(ConfigError, match="mesh axis 'fsdp' would split both 'rows' and 'embed'"):
     rules.spec_for(('rows', 'embed'))
   with pytest.raises(ConfigError, match="unknown logical axis 'hats'"):
@@ -97,7 +97,8 @@ def test_param_shardings_name_what_does_not_fit():
 
 def test_sharding_for_checks_batch_rows():
   mesh = sharding.make_mesh({'data': 2, 'fsdp': 2}, jax.devices()[:4])
-  assert sharding.sharding_for(mesh, ('rows', None)).spec == P(('data', 'fsdp'), None)
+  assert sharding.sharding_for(mesh, ('rows', None)).spec == P(('data', 'fsdp', 'expert'), None)
+  assert sharding.row_shards(mesh.shape) == 4
   with pytest.raises(ConfigError, match='dimension 0 of tokens has size 6, .* data 2 x fsdp 2 = 4'):
     sharding.sharding_for(mesh, ('rows', 'tokens'), shape=(6, 64), name='tokens')
 

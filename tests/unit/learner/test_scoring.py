@@ -108,7 +108,7 @@ def test_micro_batch_takes_one_entry_of_every_leaf():
 
 def test_shardings_of_rows_and_state(tiny_params):
   mesh = make_mesh({'data': 2, 'fsdp': 2}, jax.devices()[:4])
-  assert rows_sharding(mesh).spec == P(None, ('data', 'fsdp'))
+  assert rows_sharding(mesh).spec == P(None, ('data', 'fsdp', 'expert'))
   state = init_state(tiny_params, make_optimizer(OptimizerSettings(learning_rate=1e-3)), mesh)
   shardings = state_shardings(state, mesh)
   assert shardings.version.spec == P()

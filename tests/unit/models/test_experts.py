@@ -170,7 +170,7 @@ def test_bfloat16_keeps_its_dtype_and_routes_in_float32():
   [{'data': 2, 'fsdp': 2, 'tensor': 2}, {'expert': 3}, {'data': 2, 'tensor': 2, 'expert': 2}],
 )
 def test_a_mesh_changes_no_value_and_no_gradient(sizes):
-  x, router, kernels = _draw(shape=(4, 6, WIDTH))
+  x, router, kernels = _draw(shape=(24, 2, WIDTH))
   mesh = make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
 
   def loss(*args, mesh=None):

@@ -91,7 +91,7 @@ def test_grouped_products(experts):
 
 @pytest.mark.parametrize('form', ['ragged', 'blocks'])
 def test_experts_on_a_mesh(form):
-  """Half of the choices are of the experts that a device has; the router is the same product on both."""
+  """A device sees the rows of both, and half of their choices are of the experts that it has."""
   tokens, width, inner, count, chosen, parts = 64, 4, 8, 6, 3, 2
   mesh = make_mesh({'expert': parts}, jax.devices()[:parts])
 
@@ -100,10 +100,10 @@ def test_experts_on_a_mesh(form):
     return mix(x, routing, kernels, mesh=mesh, form=form)
 
   kernels = ((count, inner, width), (count, inner, width), (count, width, inner))
-  arguments = (_shape(1, tokens, width), _shape(count, width))
+  arguments = (_shape(parts, tokens, width), _shape(count, width))
   kernels = ExpertKernels(*(_shape(*kernel) for kernel in kernels))
-  counting = Counting(unknown_trips=99, block_trips=1.5, grouped_share=0.5, copies=parts)
-  rows = tokens * chosen if form == 'ragged' else parts * 1.5 * 64  # blocks of 64
+  counting = Counting(unknown_trips=99, block_trips=1.5, grouped_share=0.5)
+  rows = parts * tokens * chosen if form == 'ragged' else parts * 1.5 * 128  # blocks of 128
   want = parts * 2 * tokens * width * count + 3 * 2 * rows * width * inner
   assert traced_flops(layer, *arguments, kernels, counting=counting) == want
   assert counting.trips(f'a/{LOOP}/b') == 1.5 and counting.trips('a') == 99

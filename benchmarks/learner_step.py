@@ -19,13 +19,14 @@ if __name__ == '__main__':  # before anything large is imported
 import json
 import resource
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from absl import app, flags, logging
 
 from benchmarks import limits
+from benchmarks.batches import Workload, make_groups
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
 from rlax_stack.learner.packing import pack_groups, pack_separate
 from rlax_stack.learner.precision import COMPUTE_DTYPES, resolve_compute_dtype
@@ -39,17 +40,6 @@ from rlax_stack.models.remat import REMAT_POLICIES
 from rlax_stack.models.shapes import SHAPES
 from rlax_stack.objectives.objective import resolve
 from rlax_stack.sharding import make_mesh
-from rlax_stack.types import FinishReason, Group, Prompt, Trajectory
-
-
-class Workload(NamedTuple):
-  """A batch: groups of group_size samples, in tokens."""
-
-  groups: int
-  group_size: int
-  prompt_tokens: int
-  sampled_tokens: int
-
 
 _HEAD_ROWS = 512  # rows of the LM head's products as measured; more run at the same rate
 
@@ -94,38 +84,6 @@ def least_seconds(
   products_s = sum(needed[key.split('/')[1]].flops / rate for key, rate in rates.items())
   attention_s = 3.0 * limits.attention_flops(config, pairs) / max(rates.values())
   return work.groups * (products_s + attention_s)
-
-
-def make_groups(config: ModelConfig, work: Workload) -> list[Group]:
-  """Groups of random tokens, every sampled one trained on."""
-  rng = np.random.default_rng(0)
-  groups = []
-  length = work.prompt_tokens + work.sampled_tokens
-  sampled = np.arange(length) >= work.prompt_tokens
-  for group_id in range(work.groups):
-    prompt = rng.integers(0, config.vocab_size, work.prompt_tokens).astype(np.int32)
-    trajectories = tuple(
-      Trajectory(
-        group_id=group_id,
-        sample_index=i,
-        prompt_id=str(group_id),
-        tokens=np.concatenate(
-          [prompt, rng.integers(0, config.vocab_size, work.sampled_tokens).astype(np.int32)]
-        ),
-        source_t=sampled.astype(np.int8),
-        mask_t=sampled,
-        behaviour_log_probs_t=np.where(sampled, -10.0, 0.0).astype(np.float32),
-        raw_log_probs_t=np.zeros(length, np.float32),
-        version_t=np.zeros(length, np.int32),
-        finish_reason=FinishReason.LENGTH,
-      )
-      for i in range(work.group_size)
-    )
-    task = Prompt(prompt_id=str(group_id), messages=(), answer='')
-    groups.append(
-      Group(group_id=group_id, prompt=task, prompt_tokens=prompt, trajectories=trajectories)
-    )
-  return groups
 
 
 def _plan(work: Workload, separate: bool) -> RowPlan:

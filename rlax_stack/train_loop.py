@@ -20,6 +20,7 @@ from rlax_stack.fleet.coordinator import Coordinator
 from rlax_stack.fleet.parameter_server import ParameterServer
 from rlax_stack.learner.checkpoint import Checkpointer
 from rlax_stack.learner.learner import Learner
+from rlax_stack.learner.step_clock import StepMetrics
 from rlax_stack.observe import metric_names as names
 from rlax_stack.observe.metrics import Metrics
 from rlax_stack.observe.progress import Progress
@@ -28,6 +29,7 @@ from rlax_stack.observe.timing import TimeSplit
 from rlax_stack.profiling import StepTraces
 from rlax_stack.types import Group
 
+_LOOK_AGAIN_S = 0.005
 _WARM_STEPS = 2  # steps after which no program may be compiled any more
 
 
@@ -141,6 +143,7 @@ class TrainLoop:
     split = self._split
     with split.measure('train'):
       step = self._parts.learner.train(groups)
+      self._prepare_next(step)
       metrics = step.result()
     seconds = step.seconds()
     for name in ('data', 'log_probs'):
@@ -148,6 +151,18 @@ class TrainLoop:
     worked_s = seconds['train'] + seconds.get('log_probs', 0.0)
     used = self._parts.utilisation(metrics, worked_s)
     return {f'train/{name}': value for name, value in metrics.items()} | used
+
+  def _prepare_next(self, step: StepMetrics) -> None:
+    """Packs the batch after this one while the devices work, if it is there before they are done."""
+    parts, version = self._parts, self._parts.learner.version
+    while self._config.fleet.max_staleness and version < self._config.steps:
+      likely = parts.coordinator.likely_batch(version)
+      if likely is not None:
+        parts.learner.prepare(likely)
+        return
+      if step.is_ready():
+        return
+      time.sleep(_LOOK_AGAIN_S)
 
   def _due(self, every: int, step: int) -> bool:
     return every > 0 and step % every == 0

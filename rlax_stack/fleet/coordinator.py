@@ -204,6 +204,12 @@ class Coordinator:
       finally:
         self._learner_wait_s += self._clock() - start_s
 
+  def likely_batch(self, version: int) -> list[Group] | None:
+    """What `next_batch(version)` would give if it were asked now, None where it would wait; nothing is taken."""
+    with self._changed:
+      chosen = self._table.choose(self._rule, version)
+      return None if chosen is None else self._table.look_at(chosen)
+
   def mark_trained(self, groups: Sequence[Group]) -> None:
     """Ends the trajectories of a batch as trained; FleetError where one is not the learner's."""
     with self._changed:
@@ -222,10 +228,7 @@ class Coordinator:
   def cancel_in_flight(self) -> int:
     """Ends every open trajectory as cancelled, for the last account of a run that will not go on; returns how many."""
     with self._changed:
-      return sum(
-        self._table.drop(i, Outcome.CANCELLED, 'cancelled')
-        for i in self._table.ledger.open_groups()
-      )
+      return self._table.cancel(self._table.ledger.open_groups())
 
   @property
   def is_finished(self) -> bool:
@@ -354,8 +357,7 @@ class Coordinator:
       self._expire_leases()
       if self._table.drop_stale(version):
         self._changed.notify_all()
-      last_versions = self._table.last_versions()
-      chosen = self._rule.choose(self._table.ready, last_versions, version=version)
+      chosen = self._table.choose(self._rule, version)
       if self._closed is not None:
         return []
       if chosen is not None:
@@ -384,8 +386,7 @@ class Coordinator:
 
   def _cancel_leftovers(self) -> None:
     leftovers = self._table.ids(PENDING, LEASED, READY)  # not what the learner holds
-    for group_id in leftovers:
-      self._table.drop(group_id, Outcome.CANCELLED, 'cancelled')
+    self._table.cancel(leftovers)
     logging.info('Prompts are used up; cancelled %d groups that fill no batch.', len(leftovers))
     self._changed.notify_all()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlax_stack.errors import CheckpointError, FleetError, StaleLeaseError
 from rlax_stack.fleet import delivery
+from rlax_stack.fleet.admission import AdmissionRule
 from rlax_stack.fleet.lease import Lease, prompt_from_json, prompt_to_json
 from rlax_stack.fleet.ledger import Ledger, Outcome
 from rlax_stack.types import Group, Past, Prompt, Trajectory
@@ -171,6 +172,10 @@ class GroupTable:
     self.dropped_groups[reason] += 1
     return self.ledger.finish_group(group_id, outcome)
 
+  def cancel(self, group_ids: Sequence[int]) -> int:
+    """Ends groups as cancelled; returns the trajectories that ended by it."""
+    return sum(self.drop(i, Outcome.CANCELLED, 'cancelled') for i in group_ids)
+
   def drop_stale(self, version: int) -> int:
     """Drops ready groups that are too old for `version`; returns how many groups."""
     stale = [i for i in self.ready if self._records[i].last_version < version]
@@ -178,12 +183,22 @@ class GroupTable:
       self.drop(group_id, Outcome.DROPPED_STALE, 'stale')
     return len(stale)
 
+  def choose(self, rule: AdmissionRule, version: int) -> list[int] | None:
+    """The ready groups that `rule` takes for the batch of `version`, or None while it waits."""
+    last_versions = self.last_versions()
+    ready = [i for i in self.ready if last_versions[i] >= version]
+    return rule.choose(ready, last_versions, version=version)
+
+  def look_at(self, group_ids: Sequence[int]) -> list[Group]:
+    """Ready groups, which stay where they are."""
+    return [self._groups[i] for i in group_ids]
+
   def take(self, group_ids: Sequence[int]) -> list[Group]:
     """Hands ready groups to the learner."""
     self.ready = [i for i in self.ready if i not in group_ids]
     for group_id in group_ids:
       self._records[group_id].status = TAKEN
-    return [self._groups[i] for i in group_ids]
+    return self.look_at(group_ids)
 
   def end_taken(self, groups: Sequence[Group], outcome: Outcome) -> None:
     """Ends groups that were taken; FleetError, and no change, where one was not."""

@@ -22,11 +22,8 @@ from rlax_stack.learner import packing
 from rlax_stack.learner.adapter_identity import identity_of
 from rlax_stack.learner.directions import averaged_weights, schedule_free_state
 from rlax_stack.learner.optimizer import make_optimizer
-from rlax_stack.learner.scoring import (
-  make_proximal_score,
-  make_score,
-  rows_sharding,
-)
+from rlax_stack.learner.prepared import PreparedBatch
+from rlax_stack.learner.scoring import make_proximal_score, make_score, rows_sharding
 from rlax_stack.learner.settings import LearnerSettings, check_mixture
 from rlax_stack.learner.state import LearnerState, abstract_state, init_state
 from rlax_stack.learner.step_clock import StepClock, StepMetrics
@@ -102,6 +99,7 @@ class Learner:
     anchored = self._objective.tags & _ANCHORED
     self._anchor = _copy(self._state.params, None, jnp.float32) if anchored else None
     self._last: StepMetrics | None = None
+    self._prepared: PreparedBatch | None = None
 
   @property
   def state(self) -> LearnerState:
@@ -196,9 +194,12 @@ class Learner:
     """
     self.check_finite()
     clock = StepClock()
-    packed = self._pack_to_train(groups, clock)
-    stats = packing.packing_stats(packed) | {'pairs_per_layer': self._pairs_per_layer(packed)}
-    batch, num_micro = self._place(packed)
+    prepared, self._prepared = self._prepared, None
+    ahead = prepared is not None and prepared.is_of(groups, self._host_state)
+    if prepared is None or not ahead:
+      prepared = self._prepare(groups, clock)
+    self._host_state, stats = prepared.host_state, prepared.stats | {'prepared_ahead': ahead}
+    batch, num_micro = prepared.batch, prepared.num_micro
     clock.done('data')
     if self._anchor is not None and 'anchor' in self._objective.tags:
       # The anchor is another policy, whose routers are its own.
@@ -225,6 +226,23 @@ class Learner:
     self._state = self._state._replace(version=version)
     self._last = StepMetrics(scalars, {k: float(v) for k, v in stats.items()}, clock)
     return self._last
+
+  def prepare(self, groups: Sequence[Group]) -> bool:
+    """Packs a batch that is likely to be the next one and copies it, while the devices are at work on the last.
+
+    `train` takes it where the same groups come, and forgets it otherwise: no value depends on whether this was called.
+
+    Returns: False where the objective wants scores under the weights that are yet to come.
+    """
+    if 'host_scores' in self._objective.tags:
+      return False
+    self._prepared = self._prepare(groups)
+    return True
+
+  def _prepare(self, groups: Sequence[Group], clock: StepClock | None = None) -> PreparedBatch:
+    packed, host_state = self._pack_to_train(groups, clock)
+    stats = packing.packing_stats(packed) | {'pairs_per_layer': self._pairs_per_layer(packed)}
+    return PreparedBatch(tuple(groups), self._host_state, host_state, stats, *self._place(packed))
 
   def check_finite(self) -> None:
     """Waits for the last step; NonFiniteError where too many updates in a row were skipped."""
@@ -276,8 +294,10 @@ class Learner:
     near = packing.seen_pairs(packed, window)
     return whole * packing.seen_pairs(packed) + (1 - whole) * near
 
-  def _pack_to_train(self, groups: Sequence[Group], clock: StepClock | None = None) -> PackedBatch:
-    """Rows with advantages, without the trajectories that shaping takes out of the loss."""
+  def _pack_to_train(
+    self, groups: Sequence[Group], clock: StepClock | None = None
+  ) -> tuple[PackedBatch, dict[str, Any]]:
+    """Rows with advantages, without the trajectories that shaping takes out of the loss; the host state after them."""
     batch = reward_batch.from_groups(groups)
     if 'host_scores' in self._objective.tags:
       batch = dataclasses.replace(
@@ -288,7 +308,6 @@ class Learner:
       if clock is not None:
         clock.done('log_probs')
     found = advantages_of(self._objective, batch, self._host_state)
-    self._host_state = found.state
     ends = np.cumsum([len(group.trajectories) for group in groups])
     parts = [slice(end - len(g.trajectories), end) for g, end in zip(groups, ends, strict=True)]
     kept = [_without(g, found.keep[part]) for g, part in zip(groups, parts, strict=True)]
@@ -296,7 +315,7 @@ class Learner:
       [adv if keep else 0.0 for adv, keep in zip(found.adv_t[p], found.keep[p], strict=True)]
       for p in parts
     ]
-    return self._pack(kept, advantages, [found.reward[part] for part in parts])
+    return self._pack(kept, advantages, [found.reward[part] for part in parts]), found.state
 
   def _pack(self, groups, advantages, rewards=None) -> PackedBatch:
     plan = self._settings.rows

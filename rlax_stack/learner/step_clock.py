@@ -53,6 +53,10 @@ class StepMetrics:
   def __init__(self, scalars: Mapping[str, jax.Array], host: Mapping[str, float], clock: StepClock):
     self._scalars, self._host, self._clock = scalars, host, clock
 
+  def is_ready(self) -> bool:
+    """Whether the devices are done with the step."""
+    return all(value.is_ready() for value in self._scalars.values())
+
   def seconds(self) -> dict[str, float]:
     """Where the time went; blocks until the step is done.
 

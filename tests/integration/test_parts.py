@@ -251,6 +251,7 @@ def test_stale_samples_are_corrected_and_bounded(config, model, tmp_path):
   for step in steps:
     assert 0 <= step['rollout/several_versions'] <= 1
     assert step['rollout/samples_carried'] >= 0
+    assert step['train/prepared_ahead'] in (0.0, 1.0)
 
 
 @pytest.mark.slow

@@ -63,6 +63,27 @@ def test_on_policy_batch_is_in_order_of_group_id(make_coordinator, make_group):
   assert coordinator.counts()['trained'] == 9
 
 
+def test_the_likely_batch_is_the_next_one_and_is_not_taken(make_coordinator, make_group):
+  coordinator = make_coordinator(max_staleness=1)
+  coordinator.on_published(0)
+  leases = _lease_all(coordinator)  # four groups, two to a batch
+  coordinator.deliver(leases[1], make_group(leases[1]))
+  assert coordinator.likely_batch(0) is None
+  for lease in (leases[3], leases[0]):
+    coordinator.deliver(lease, make_group(lease))
+  likely = coordinator.likely_batch(0)
+  first = coordinator.next_batch(0, timeout_s=0)
+  assert _ids(first) == [1, 3] and all(a is b for a, b in zip(first, likely, strict=True))
+  assert coordinator.likely_batch(1) is None  # group 2, of version 0, cannot wait beyond version 1
+  coordinator.deliver(leases[2], make_group(leases[2]))
+  likely = coordinator.likely_batch(1)
+  coordinator.mark_trained(first)
+  coordinator.on_published(1)
+  assert [*map(id, coordinator.next_batch(1, timeout_s=0))] == [*map(id, likely)]
+  coordinator.close()
+  assert coordinator.likely_batch(2) is None
+
+
 def test_a_failed_sample_is_dropped_and_its_group_kept(make_coordinator, make_group):
   coordinator = make_coordinator(groups_per_batch=1)
   coordinator.on_published(0)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlax_stack.errors import ConfigError, DataError, NonFiniteError, RewardError
+from rlax_stack.learner import packing
 from rlax_stack.learner.checkpoint import Checkpointer
 from rlax_stack.learner.packing import RowShape
 from rlax_stack.learner.row_plan import RowPlan
@@ -43,6 +44,34 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(tmp_path, make_learner, make
     second.train(batch)
   _equal(second.state, whole.state)
   assert second.version == whole.version == 4
+
+
+def test_a_batch_prepared_ahead_changes_no_value(make_learner, make_groups, monkeypatch):
+  batches = [make_groups(seed=seed) for seed in range(3)]
+  plain, ahead = make_learner(), make_learner()
+  packed = []
+  pack = packing.pack_groups
+  monkeypatch.setattr(
+    packing,
+    'pack_groups',
+    lambda groups, *args, **kwargs: packed.append(groups[0]) or pack(groups, *args, **kwargs),
+  )
+  ahead.train(batches[0])
+  assert ahead.prepare(batches[1])
+  packed.clear()
+  metrics = ahead.train(batches[1]).result()
+  assert not packed and metrics.pop('prepared_ahead') == 1.0
+  ahead.prepare(batches[1])
+  packed.clear()
+  ahead.train(batches[2])
+  assert packed == [batches[2][0]]  # another batch came
+  for batch in batches:
+    step = plain.train(batch)
+    if batch is batches[1]:
+      want = step.result()
+      assert want.pop('prepared_ahead') == 0.0 and want == metrics
+  _equal(ahead.state, plain.state)
+  assert step.is_ready() or step.result()
 
 
 def test_one_program_serves_every_batch(make_learner, make_groups, settings):

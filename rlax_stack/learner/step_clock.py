@@ -50,7 +50,7 @@ class StepClock:
 class StepMetrics:
   """Metrics of one batch, still on the device; `result` waits for them."""
 
-  def __init__(self, scalars: Mapping[str, jax.Array], host: Mapping[str, float], clock: StepClock):
+  def __init__(self, scalars: Mapping[str, Any], host: Mapping[str, float], clock: StepClock):
     self._scalars, self._host, self._clock = scalars, host, clock
 
   def is_ready(self) -> bool:

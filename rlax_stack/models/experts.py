@@ -158,8 +158,11 @@ def _mix_sharded(one, x, routing, kernels, mesh) -> jax.Array:
       lax.all_gather(rows, 'expert', axis=0, tiled=True) for rows in (x, weights, experts)
     )
     # Cast before they are gathered; their gradients are summed and scattered on the way back.
-    wide = [lax.all_gather(k, split, axis=2, tiled=True) for k in (kernels.gate, kernels.up)]
-    kernels = ExpertKernels(*wide, lax.all_gather(kernels.down, split, axis=1, tiled=True))
+    kernels = ExpertKernels(
+      gate=lax.all_gather(kernels.gate, split, axis=2, tiled=True),
+      up=lax.all_gather(kernels.up, split, axis=2, tiled=True),
+      down=lax.all_gather(kernels.down, split, axis=1, tiled=True),
+    )
     held = kernels.gate.shape[0]
     experts = experts - held * lax.axis_index('expert').astype(experts.dtype)
     mixed = lax.psum(one(x, weights, experts, kernels, 0, held), 'tensor')

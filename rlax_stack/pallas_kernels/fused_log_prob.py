@@ -111,11 +111,12 @@ def fused_log_prob(
     hidden = jnp.where(mask[:, None], hidden, 0)
     targets = jnp.where(mask, targets, 0)
   temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (count,))
+  tpu = _tpu_spec(implementation, mesh)
   mesh = None if mesh is None or mesh.size == 1 else mesh
   parts = 1 if mesh is None else mesh.shape['tensor']
   chunk = chunk_size or _chunk(_TILE_ELEMENTS * _shards(mesh) // count)
   chunk = min(chunk, vocab // parts)
-  spec = _Spec(chunk, soft_cap, _tpu_spec(implementation, mesh), mesh)
+  spec = _Spec(chunk, soft_cap, tpu, mesh)
   rows = _Rows(hidden, targets, temperature)
   out = _score(spec, rows, head)
   if top_k:

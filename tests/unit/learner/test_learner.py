@@ -58,6 +58,8 @@ def test_a_batch_prepared_ahead_changes_no_value(make_learner, make_groups, monk
   )
   ahead.train(batches[0])
   assert ahead.prepare(batches[1])
+  assert ahead._prepared.is_of(batches[1], ahead.host_state)
+  assert not ahead._prepared.is_of(make_groups(seed=1), ahead.host_state)  # alike, not the same
   packed.clear()
   metrics = ahead.train(batches[1]).result()
   assert not packed and metrics.pop('prepared_ahead') == 1.0

@@ -113,8 +113,8 @@ def test_experts_and_kept_sets_over_context(tiny, groups):
     lambda leaf: (0.4 * rng.standard_normal(leaf.shape)).astype(np.float32),
     decoder.abstract_params(config),
   )
-  plan = RowPlan(shape=RowShape(128, 64), micro_batch_rows=1, max_micro_batches=1)
-  rows = _pack(groups[:1], plan)
+  plan = RowPlan(shape=RowShape(128, 64), micro_batch_rows=2, max_micro_batches=1)
+  rows = _pack(groups[:2], plan)
   kept = rng.integers(0, config.vocab_size, (*rows.target_t.shape, 3)).astype(np.int32)
   kept[..., 0] = rows.target_t
   kept[rng.random(rows.target_t.shape) < 0.3] = -1

@@ -97,7 +97,7 @@ def meet(name: str, *, word: str = '', deadline_s: float) -> None:
   """
   if jax.process_count() == 1:
     return
-  client = distributed.global_state.client
+  client: Any = distributed.global_state.client
   own, everybody = jax.process_index(), range(jax.process_count())
   number = next(_meetings)
   folder = f'rlax_stack/{number}'

@@ -110,6 +110,7 @@ def get_config():
   config.learner.max_skipped_steps = 5  # non-finite steps in a row that stop the run
   config.learner.router_aux_coef = 0.0  # experts: load balance; costs one more forward pass
   config.learner.router_z_coef = 0.0  # experts: mean squared log-sum-exp of router logits
+  config.learner.teacher = ''  # a model to distil from, a path as config.model.path has it
   config.learner.adapter = ConfigDict()  # a few numbers trained beside frozen weights
   config.learner.adapter.kind = 'none'  # none | lora | rslora | dora | miss; docs/adapters.md
   config.learner.adapter.rank = 16  # of the change of a kernel

@@ -44,8 +44,14 @@ from rlax_stack.rollout.trajectory import scored, text_places
 from rlax_stack.rollout.worker import RolloutWorker
 from rlax_stack.sharding import make_mesh, row_shards
 from rlax_stack.sources import eval_sampling, make_sources, train_sampling
+from rlax_stack.teacher_files import load_teacher
 from rlax_stack.types import Group, Prompt
 
+_PROBES = (
+  'Solve 12 + 7.',
+  'def f(x): return x ** 2',
+  'naïve café 数学',
+)  # teacher and policy read alike
 _HELD_OUT_IDS = 1 << 31  # group ids of evaluations, apart from those of training
 
 # A resumed run may differ in these: they change when things are saved, shown or given up, or how long
@@ -175,7 +181,8 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
   mesh = make_mesh(sizes, available[:wanted] if wanted <= len(available) else available)
   dtype = resolve_compute_dtype(config.model.compute_dtype)
   check_offload(section.remat, mesh.devices.flat[0])
-  return Learner(model.config, model.params, learner_settings(config, dtype), mesh)
+  settings, teacher = learner_settings(config, dtype), load_teacher(config, model)
+  return Learner(model.config, model.params, settings, mesh, teacher=teacher)
 
 
 def learner_settings(config: RunConfig, compute_dtype: Any) -> LearnerSettings:

@@ -156,6 +156,7 @@ class LearnerSection:
   max_skipped_steps: int
   router_aux_coef: float
   router_z_coef: float
+  teacher: str
   adapter: AdapterSection
   mesh: MeshSection
 

@@ -67,6 +67,18 @@ def objective_problems(config: RunConfig) -> Iterator[str]:
       f'{stepwise[0]} of config.objective reads rewards of steps, but config.rewards.verifiers holds only '
       f'{", ".join(sorted(verifiers))}. Add one that gives them: {", ".join(sorted(STEP_VERIFIERS))}.'
     )
+  asking = [bound.name for bound in objective.boxes if 'teacher' in bound.box.tags]
+  if asking and not config.learner.teacher:
+    yield (
+      f'{asking[0]} of config.objective compares with a teacher, but config.learner.teacher names none. Set it to the '
+      'path of a model with the same tokens.'
+    )
+  if config.learner.teacher and not asking:
+    yield (
+      f'config.learner.teacher={config.learner.teacher} is scored for boxes that compare with it, and config.objective '
+      "has none. Add config.objective.regularisers=('kl_teacher(coef=1.0)',) or config.objective.advantage=teacher, or "
+      'leave it empty.'
+    )
   critic = objective.critic_settings
   updates = config.steps * config.learner.updates_per_batch
   if critic and critic.pretrain_updates >= updates:

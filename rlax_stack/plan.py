@@ -22,7 +22,6 @@ import jax
 from absl import flags
 
 from rlax_stack import command_line
-from rlax_stack.config import RunConfig
 from rlax_stack.errors import ConfigError
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.load import describe_model
@@ -37,9 +36,8 @@ def _flags(values: flags.FlagValues) -> None:
   flags.DEFINE_string('out', '', 'File for the report.', flag_values=values)
 
 
-def shape_of(config: RunConfig) -> ModelConfig:
-  """The model's shape: of a known name, or read from its files."""
-  path = config.model.path
+def shape_of(path: str) -> ModelConfig:
+  """A model's shape: of a known name, or read from its files."""
   return known_shape(path) if path.startswith(SCHEME) else describe_model(path)[0]
 
 
@@ -57,7 +55,8 @@ def plan(argv: Sequence[str]) -> Report:
   if virtual_devices(name) > 1:
     with contextlib.suppress(RuntimeError):  # jax has its devices already: `describe` counts them
       jax.config.update('jax_num_cpu_devices', virtual_devices(name))
-  report = make_plan(config, shape_of(config), describe(name))
+  teacher = shape_of(config.learner.teacher) if config.learner.teacher else None
+  report = make_plan(config, shape_of(config.model.path), describe(name), teacher)
   if values['out'].value:
     report.save(values['out'].value)
   return report

@@ -27,13 +27,16 @@ from rlax_stack.sharding import make_mesh, row_shards
 _COUNTED, _COMPILED, _MODELLED = 'counted', 'compiled', 'modelled, not measured'
 
 
-def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Report:
+def make_plan(
+  config: RunConfig, model: ModelConfig, topology: Topology, teacher: ModelConfig | None = None
+) -> Report:
   """The plan of a config on a topology.
 
   Args:
     config: checked by config_rules; its mesh must take all devices.
     model: shape of the model.
     topology: where the learner runs; workers run on single devices of its kind.
+    teacher: shape of the model that config.learner.teacher names.
 
   Raises:
     ConfigError: a mesh that the devices or the model do not divide over.
@@ -50,7 +53,8 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
   batch = learner_programs.abstract_batch(model, settings, mesh, recorded)
   state = learner_programs.learner_state(model, settings, mesh)
   frozen = learner_programs.frozen_weights(model, settings, mesh)
-  held = learner_programs.state_bytes(state, batch, *frozen)
+  scored = learner_programs.scored_weights(model, settings, mesh, teacher)
+  held = learner_programs.state_bytes(state, batch, *frozen, scored=scored)
   rows = settings.rows
   title = (
     f'{config.name} on {topology.name}: {mesh.size} devices, compiled for {topology.compiled_for}; rows of '
@@ -65,17 +69,18 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
   try:
     train = learner_programs.train_figures(model, settings, mesh, recorded)
     score = learner_programs.score_figures(model, settings, mesh, recorded)
+    taught = teacher and learner_programs.teacher_figures(teacher, model, settings, mesh)
   except OutOfMemory as error:
     sections = (('memory of a device', _state_lines(held, capacity)), ('rollout', workers))
     summary = _misfit(held, capacity, str(error))
     report = Report(title=title, sections=sections, summary=summary)
     return _with_engine(report, figures, capacity)
-  report = _report(title, config, model, settings, topology, held, train, score, workers)
+  report = _report(title, config, model, settings, topology, held, train, score, taught, workers)
   report = _with_engine(report, figures, capacity)
   if not (config.plan.search and report.summary['fits']):
     return report
-  used = train.argument_bytes + train.temporary_bytes
-  searched = _searched_lines(config, model, topology, dtype, recorded, used)
+  used = _used(held, train)
+  searched = _searched_lines(config, model, topology, dtype, recorded, used, held.scored)
   sections = (*report.sections, ('largest that fits, one knob at a time', searched))
   return dataclasses.replace(report, sections=sections)
 
@@ -99,21 +104,24 @@ def _report(
   held: StateBytes,
   train: ProgramFigures,
   score: ProgramFigures,
+  taught: ProgramFigures | None,
   engine: tuple[Line, ...],
 ) -> Report:
   kind, count = topology.kind, len(topology.devices)
-  used = train.argument_bytes + train.temporary_bytes
+  used = _used(held, train)
   free = 1 - used / kind.hbm_bytes
   times = cost_model.step_time(train, kind, count)
   scoring = cost_model.step_time(score, kind, count)
   passes = int('anchor' in settings.objective.tags) + int(settings.scores_proximal)
-  step_s = settings.updates_per_batch * times.serial_s + passes * scoring.serial_s
+  teacher_s = cost_model.step_time(taught, kind, count).serial_s if taught else 0.0
+  step_s = settings.updates_per_batch * times.serial_s + passes * scoring.serial_s + teacher_s
   needed = _needed_flops(config, model) * settings.updates_per_batch
   mfu = needed / (count * kind.matmul_flops * step_s)
   time = (
     Line('computing', seconds(times.compute_s), f"{_MODELLED}: at the maker's rate"),
     Line('sending', seconds(times.send_s), f'{_MODELLED}: over one pair of links'),
     Line('scoring pass', seconds(scoring.serial_s), f'{_MODELLED}, {passes} a step'),
+    *([Line('scoring by the teacher', seconds(teacher_s), _MODELLED)] if taught else []),
     Line('step, nothing at once', seconds(step_s), _MODELLED),
     Line('step, all at once', seconds(step_s - times.serial_s + times.overlapped_s), _MODELLED),
     Line('model-FLOP utilisation', f'{mfu:.1%}', f'{_MODELLED}: needed FLOPs, nothing at once'),
@@ -142,10 +150,15 @@ def _report(
   return Report(title=title, sections=sections, summary=summary)
 
 
+def _used(held: StateBytes, train: ProgramFigures) -> float:
+  """Bytes of a device in a train step, with what lies there and is no argument of it."""
+  return train.argument_bytes + train.temporary_bytes + held.scored
+
+
 def _memory_lines(
   held: StateBytes, train: ProgramFigures, score: ProgramFigures, capacity: float
 ) -> tuple[Line, ...]:
-  used = train.argument_bytes + train.temporary_bytes
+  used = _used(held, train)
   free = 1 - used / capacity
   return (
     *_state_lines(held, capacity),
@@ -188,6 +201,7 @@ def _state_lines(held: StateBytes, capacity: float) -> tuple[Line, ...]:
     *([Line('frozen weights', gib(held.frozen), _COUNTED)] if held.frozen else []),
     Line('optimizer', gib(held.optimizer), _COUNTED),
     Line('critic, averages and the like', gib(held.others), _COUNTED),
+    *([Line('anchor and teacher', gib(held.scored), _COUNTED)] if held.scored else []),
     Line('batch', gib(held.batch), _COUNTED),
   )
 
@@ -319,6 +333,7 @@ def _searched_lines(
   dtype: Any,
   recorded: Recorded,
   used: float,
+  beside: float,
 ) -> tuple[Line, ...]:
   """The largest micro-batch and the longest rows that fit, one knob at a time."""
   rollout, rows = config.rollout, assembly.learner_settings(config, dtype).rows
@@ -341,7 +356,7 @@ def _searched_lines(
       figures = learner_programs.train_figures(model, settings, devices, recorded)
     except OutOfMemory:
       return None
-    return figures.argument_bytes + figures.temporary_bytes
+    return figures.argument_bytes + figures.temporary_bytes + beside
 
   start = rows.micro_batch_rows // data_parallel * rows.shape.length // context
   options = {'used': used, 'capacity': topology.kind.hbm_bytes}

@@ -233,6 +233,7 @@ class PackedBatch(NamedTuple):
   The hidden state at `next_index_t` is that of the state after the target: where the trajectory's
   next trained token is predicted, or after its last token where it was cut off; -1 where it ended.
   `value_t` and `next_value_t` are a critic's values at the two places, at the start of the batch.
+  `teacher_log_probs_t` are those of config.learner.teacher.
   `kept_ids_t` holds the kept set of each target (see Trajectory); its log-probs are within that set.
   `place_weight` counts each token of the batch once where several rows hold it; read for mixtures of experts.
   `experts` are those that the tokens of the rows went through in the rollout (see Trajectory).
@@ -259,4 +260,5 @@ class PackedBatch(NamedTuple):
   next_value_t: Any = None  # float32 [R, N], 0 where the trajectory ended; None without a critic
   kept_ids_t: Any = None  # int32 [R, N, K], all -1: the whole vocabulary; None without kept sets
   place_weight: Any = None  # float32 [R, T], 0 at padding; None where nobody asked for it
+  teacher_log_probs_t: Any = None  # float32 [R, N], None where no box reads it
   experts: Any = None  # int16 [R, T, L, k], -1 where the router is free; None where all of it is

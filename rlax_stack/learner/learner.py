@@ -21,12 +21,14 @@ from rlax_stack.learner import critic as critics
 from rlax_stack.learner import multihost, packing
 from rlax_stack.learner.adapter_identity import identity_of
 from rlax_stack.learner.directions import averaged_weights, schedule_free_state
+from rlax_stack.learner.group_parts import of_trained_tokens, without
 from rlax_stack.learner.optimizer import make_optimizer
 from rlax_stack.learner.prepared import PreparedBatch
 from rlax_stack.learner.scoring import make_proximal_score, make_score, rows_sharding
-from rlax_stack.learner.settings import LearnerSettings, check_mixture
+from rlax_stack.learner.settings import ANCHORED, LearnerSettings, check_mixture
 from rlax_stack.learner.state import LearnerState, abstract_state, init_state
 from rlax_stack.learner.step_clock import StepClock, StepMetrics
+from rlax_stack.learner.teacher import Teacher, make_teacher_score
 from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models import decoder
 from rlax_stack.models.adapter import init_adapter
@@ -36,8 +38,6 @@ from rlax_stack.objectives import reward_batch
 from rlax_stack.objectives.host import advantages_of
 from rlax_stack.sharding import param_shardings
 from rlax_stack.types import Group, PackedBatch
-
-_ANCHORED = {'anchor', 'host_scores'}  # tags of boxes that need the starting weights
 
 
 class Learner:
@@ -51,9 +51,18 @@ class Learner:
     settings: see LearnerSettings.
     mesh: from `sharding.make_mesh`. Over the devices of several processes (`multihost.start`) each of them makes a
       learner of equal arguments and gives it the same groups.
+    teacher: scored where the objective asks for it, see learner/teacher.py.
   """
 
-  def __init__(self, config: ModelConfig, params: Any, settings: LearnerSettings, mesh: Mesh):
+  def __init__(
+    self,
+    config: ModelConfig,
+    params: Any,
+    settings: LearnerSettings,
+    mesh: Mesh,
+    *,
+    teacher: Teacher | None = None,
+  ):
     check_mixture(config, settings.router, mesh)
     self._config, self._settings, self._mesh = config, settings, mesh
     self._optimizer = make_optimizer(settings.optimizer)
@@ -93,11 +102,12 @@ class Learner:
     )
     self._score = make_score(config, mesh, settings.forward)
     self._proximal = make_proximal_score(config, mesh, settings.forward, self._objective)
+    self._teacher_score = make_teacher_score(teacher, config, settings, mesh)
     if self._critic is not None:
       self._score_values = critics.make_value_score(config, mesh, settings.forward, self._critic)
     self._capacity = settings.rows.max_micro_batches
     # Under an adapter this is a fresh one, which changes nothing: the anchor is the frozen weights themselves.
-    anchored = self._objective.tags & _ANCHORED
+    anchored = self._objective.tags & ANCHORED
     self._anchor = _copy(self._state.params, None, jnp.float32) if anchored else None
     self._last: StepMetrics | None = None
     self._prepared: PreparedBatch | None = None
@@ -210,6 +220,10 @@ class Learner:
       scores = self._score(self._anchor, bare, num_micro, *self._frozen)
       clock.dispatched('log_probs', scores)
       batch = batch._replace(anchor_log_probs_t=scores)
+    if self._teacher_score is not None:
+      scores = self._teacher_score(batch, num_micro)
+      clock.dispatched('log_probs', scores)
+      batch = batch._replace(teacher_log_probs_t=scores)
     if self._critic is not None:
       critic_params = self._state.critic['params']
       values, after = self._score_values(
@@ -314,15 +328,15 @@ class Learner:
     if 'host_scores' in self._objective.tags:
       batch = dataclasses.replace(
         batch,
-        log_probs_t=_trained(groups, self._score_under(self._state.params, groups)),
-        anchor_log_probs_t=_trained(groups, self._score_under(self._anchor, groups)),
+        log_probs_t=of_trained_tokens(groups, self._score_under(self._state.params, groups)),
+        anchor_log_probs_t=of_trained_tokens(groups, self._score_under(self._anchor, groups)),
       )
       if clock is not None:
         clock.done('log_probs')
     found = advantages_of(self._objective, batch, self._host_state)
     ends = np.cumsum([len(group.trajectories) for group in groups])
     parts = [slice(end - len(g.trajectories), end) for g, end in zip(groups, ends, strict=True)]
-    kept = [_without(g, found.keep[part]) for g, part in zip(groups, parts, strict=True)]
+    kept = [without(g, found.keep[part]) for g, part in zip(groups, parts, strict=True)]
     advantages = [
       [adv if keep else 0.0 for adv, keep in zip(found.adv_t[p], found.keep[p], strict=True)]
       for p in parts
@@ -363,28 +377,6 @@ class Learner:
     cut = jax.tree.map(lambda x: x.reshape(self._capacity, rows, *x.shape[1:]), padded)
     batch = multihost.place(cut, rows_sharding(self._mesh))
     return batch, multihost.place(np.int32(num_micro), self._replicated)
-
-
-def _trained(
-  groups: Sequence[Group], scores: Sequence[Sequence[np.ndarray]]
-) -> tuple[np.ndarray, ...]:
-  """The scores of trained tokens alone, one array per trajectory of the batch."""
-  return tuple(
-    score[trajectory.mask_t]
-    for group, of_group in zip(groups, scores, strict=True)
-    for trajectory, score in zip(group.trajectories, of_group, strict=True)
-  )
-
-
-def _without(group: Group, keep: np.ndarray) -> Group:
-  """The group with nothing to train on in the trajectories that are not kept."""
-  if keep.all():
-    return group
-  trajectories = tuple(
-    t if kept else dataclasses.replace(t, mask_t=np.zeros_like(t.mask_t))
-    for t, kept in zip(group.trajectories, keep, strict=True)
-  )
-  return dataclasses.replace(group, trajectories=trajectories)
 
 
 @functools.partial(jax.jit, static_argnames='dtype')

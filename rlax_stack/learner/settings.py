@@ -12,6 +12,8 @@ from rlax_stack.models.config import ModelConfig
 from rlax_stack.objectives.objective import Objective
 from rlax_stack.objectives.router import NO_ROUTER_LOSS, RouterLoss
 
+ANCHORED = frozenset({'anchor', 'host_scores'})  # tags of boxes that need the starting weights
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerSettings:

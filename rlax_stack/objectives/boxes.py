@@ -29,6 +29,7 @@ TAGS = {
   'critic': 'reads values: needs a critic',
   'unscored': 'its hooks read no log-probs: nothing is scored for them before the micro-batches',
   'anchor': 'reads anchor_log_probs_t: the starting weights are scored at every batch',
+  'teacher': 'reads teacher_log_probs_t: config.learner.teacher is scored at every batch',
   'entropy_gradient': 'differentiates entropy_t',
   'host_scores': 'reads log_probs_t and anchor_log_probs_t of the RewardBatch',
   'importance': 'weighs by proximal / behaviour',

@@ -38,6 +38,7 @@ class LossInputs(NamedTuple):
   vocabulary: Mapping[
     str, Any
   ] = {}  # by slot, what the hooks of whole distributions gave: [..., N, ...]
+  teacher_log_probs_t: Any = None  # float32, of config.learner.teacher; None without one
   # Of a critic at the start of the batch; None without one:
   value_t: Any = None  # float32, of the state before the token
   next_value_t: Any = None  # float32, of the state after it, see PackedBatch

@@ -209,4 +209,5 @@ def loss_inputs(batch: Any, scored: Any, *, version: jax.Array, score_proximal: 
     vocabulary=merged(batch.proximal_vocabulary, terms),
     value_t=batch.value_t,
     next_value_t=batch.next_value_t,
+    teacher_log_probs_t=batch.teacher_log_probs_t,
   )

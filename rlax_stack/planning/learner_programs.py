@@ -18,8 +18,9 @@ from rlax_stack.learner import critic as critics
 from rlax_stack.learner.optimizer import make_optimizer
 from rlax_stack.learner.packing import empty_batch
 from rlax_stack.learner.scoring import make_proximal_score, make_score, rows_sharding, weight_shapes
-from rlax_stack.learner.settings import LearnerSettings
+from rlax_stack.learner.settings import ANCHORED, LearnerSettings
 from rlax_stack.learner.state import LearnerState, abstract_state
+from rlax_stack.learner.teacher import check_teacher, teacher_forward
 from rlax_stack.learner.train_step import make_train_step
 from rlax_stack.models import decoder
 from rlax_stack.models.config import ModelConfig
@@ -53,12 +54,13 @@ class StateBytes:
   frozen: float  # under an adapter
   optimizer: float
   others: float  # a critic, averaged weights, what boxes carry
+  scored: float  # weights that are only scored: the anchor and a teacher
   batch: float
 
   @property
   def state(self) -> float:
     """All but the batch."""
-    return self.parameters + self.frozen + self.optimizer + self.others
+    return self.parameters + self.frozen + self.optimizer + self.others + self.scored
 
 
 class OutOfMemory(ConfigError):
@@ -89,6 +91,8 @@ def abstract_batch(
     empty = empty._replace(place_weight=weight)
   if settings.objective.critic_settings is not None:
     empty = empty._replace(value_t=empty.adv_t, next_value_t=empty.adv_t)
+  if 'teacher' in settings.objective.tags:
+    empty = empty._replace(teacher_log_probs_t=empty.adv_t)
   leading = (rows.max_micro_batches, rows.micro_batch_rows)
   batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*leading, *x.shape[1:]), x.dtype), empty)
   if settings.scores_proximal:
@@ -128,15 +132,57 @@ def frozen_weights(config: ModelConfig, settings: LearnerSettings, mesh: Mesh) -
   )
 
 
-def state_bytes(state: LearnerState, batch: PackedBatch, *frozen: Any) -> StateBytes:
-  """Bytes on one device."""
+def state_bytes(
+  state: LearnerState, batch: PackedBatch, *frozen: Any, scored: Any = ()
+) -> StateBytes:
+  """Bytes on one device; `scored` from `scored_weights`."""
   return StateBytes(
     parameters=_bytes(state.params),
     frozen=_bytes(frozen),
     optimizer=_bytes(state.opt_state),
     others=_bytes((state.critic, state.average, state.objective)),
+    scored=_bytes(scored),
     batch=_bytes(batch),
   )
+
+
+def scored_weights(
+  config: ModelConfig, settings: LearnerSettings, mesh: Mesh, teacher: ModelConfig | None
+) -> tuple[Any, ...]:
+  """Shapes and shardings of the anchor and of the teacher, as far as there are any."""
+  found = ()
+  if settings.objective.tags & ANCHORED:
+    found += (learner_state(config, settings, mesh).params,)
+  if teacher is not None:
+    found += (teacher_weights(teacher, settings, mesh),)
+  return found
+
+
+def teacher_weights(teacher: ModelConfig, settings: LearnerSettings, mesh: Mesh) -> Any:
+  """Shapes and shardings of a teacher's weights."""
+  shapes = decoder.abstract_params(teacher)
+  dtype = settings.forward.compute_dtype
+  return jax.tree.map(
+    lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=where),
+    shapes,
+    param_shardings(shapes, mesh),
+  )
+
+
+def teacher_figures(
+  teacher: ModelConfig, config: ModelConfig, settings: LearnerSettings, mesh: Mesh
+) -> ProgramFigures:
+  """Scoring by a teacher, over full micro-batches.
+
+  Raises:
+    ConfigError: a teacher of another vocabulary.
+    OutOfMemory: it does not fit.
+  """
+  check_teacher(teacher, config)
+  score = make_score(teacher, mesh, teacher_forward(settings.forward))
+  batch = abstract_batch(config, settings, mesh)._replace(experts=None)
+  params = teacher_weights(teacher, settings, mesh)
+  return _figures(score, mesh, _counting(teacher, settings, mesh), params, batch, ())
 
 
 def train_figures(

@@ -24,7 +24,7 @@ _NO_ENGINE = {
 def test_reference_configs_fit(name):
   module = importlib.import_module(f'configs.clusters.{name}')
   config = from_config_dict(module.get_config())
-  report = make_plan(config, plan.shape_of(config), describe(config.plan.topology))
+  report = make_plan(config, plan.shape_of(config.model.path), describe(config.plan.topology))
   print(report.text())
   assert report.summary['engine_fits'] == (name not in _NO_ENGINE)
   assert report.summary['fits'] and 0.02 < report.summary['hbm_free_fraction'] < 1

@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from configs import base
@@ -173,6 +174,34 @@ def test_a_device_that_is_too_small_is_named_with_the_knob():
   assert 'micro_batch_tokens' in small.summary['cure'] or 'fsdp' in small.summary['cure']
 
 
+def test_what_is_only_scored_is_counted():
+  """An anchor in float32, and a teacher of twice the layers in the compute dtype."""
+  config = _config(
+    objective__regularisers=('kl_anchor(coef=0.1)', 'kl_teacher(coef=1.0)'),
+    learner__teacher='shape:smollm2_135m',
+    model__compute_dtype='bfloat16',
+  )
+  settings = assembly.learner_settings(config, jnp.bfloat16)
+  mesh = make_mesh({'fsdp': 2}, jax.devices()[:2])
+  teacher = dataclasses.replace(_TINY, num_layers=2 * _TINY.num_layers)
+  anchor, taught = learner_programs.scored_weights(_TINY, settings, mesh, teacher)
+  state = learner_programs.learner_state(_TINY, settings, mesh)
+  batch = learner_programs.abstract_batch(_TINY, settings, mesh)
+  held = learner_programs.state_bytes(state, batch, scored=(anchor, taught))
+  norms = [x for x in jax.tree.leaves(state.params) if x.ndim and x.sharding.is_fully_replicated]
+  assert held.parameters == 4 * (num_parameters(_TINY) + sum(x.size for x in norms)) / 2
+  apart = learner_programs.state_bytes(state, batch, scored=(taught,)).scored
+  assert held.scored - apart == held.parameters
+  more = learner_programs.teacher_weights(teacher, settings, mesh)
+  assert apart == sum(2 * np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(more))
+  figures = learner_programs.teacher_figures(teacher, _TINY, settings, mesh)
+  own = learner_programs.score_figures(_TINY, settings, mesh)
+  assert own.flops < figures.flops < 2 * own.flops
+  made = make_plan(config, _TINY, _topology(), teacher)
+  names = {line.name for _, section in made.sections for line in section}
+  assert {'anchor and teacher', 'scoring by the teacher'} <= names
+
+
 def test_prices_and_several_updates(report):
   config = _config(plan__price=2.0, learner__updates_per_batch=2)
   both = make_plan(config, _TINY, _topology())
@@ -210,7 +239,7 @@ def test_the_command_refuses_what_it_cannot_plan():
 
 def test_the_command_saves_its_report(tmp_path):
   config = from_config_dict(qwen3_0p6b_v5e_8.get_config())
-  assert plan.shape_of(config) == SHAPES['qwen3_0p6b']
+  assert plan.shape_of(config.model.path) == SHAPES['qwen3_0p6b']
   made = Report(
     title='t', sections=(('s', (Line('a', gib(2**30), 'counted'),)),), summary={'fits': True}
   )

@@ -17,6 +17,7 @@ from rlax_stack.objectives.advantages import (
   off_policy_best_of_k,
   process,
   roles,
+  teacher,
   token_std,
   trees,
   weighted,
@@ -36,5 +37,6 @@ TABLE = (
   | process.TABLE
   | roles.TABLE
   | trees.TABLE
+  | teacher.TABLE
   | critic.TABLE
 )

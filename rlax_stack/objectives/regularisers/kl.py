@@ -1,4 +1,4 @@
-"""KL to an anchor policy or to the behaviour policy, estimated from the sampled tokens.
+"""KL to an anchor policy, to a teacher or to the behaviour policy, estimated from the sampled tokens.
 
 Not a reward penalty (that is `kl_reward` of the shaping). Invariant: masked tokens are 0 in value
 and gradient.
@@ -44,6 +44,31 @@ def kl_anchor(
   return Penalty(coef * kl_t, metrics={'kl_anchor': kl_t})
 
 
+def kl_teacher(
+  inputs: LossInputs,
+  *,
+  coef: Annotated[float, Range(0.0)] = 1.0,
+  estimator: Estimator = 'k2',
+) -> Penalty:
+  """KL(π ‖ teacher) as a term of the loss, on the policy's own samples: on-policy distillation.
+
+  Lₜ = β·kₜ  of d = log π − log π_teacher, see `kl_anchor`
+
+  Divided by: the trained tokens of the batch. Gradient flows through: log_probs_t only; that of k2,
+  d ∇log π, is the gradient of each token's reverse KL on policy, what comes after it left out.
+  See "On-Policy Distillation of Language Models", Agarwal et al. (https://arxiv.org/abs/2306.13649)
+  and "MiniLLM", Gu et al. (https://arxiv.org/abs/2306.08543).
+
+  Args:
+    inputs: [rows, N].
+    coef: β.
+    estimator: see `kl_anchor`.
+  """
+  d = ratios.log_ratio(inputs.log_probs_t, inputs.teacher_log_probs_t, inputs.mask_t)
+  kl_t = _estimate(d, estimator, inputs)
+  return Penalty(coef * kl_t, metrics={'kl_teacher': kl_t})
+
+
 def kl_behaviour(
   inputs: LossInputs,
   *,
@@ -86,6 +111,9 @@ def _estimate(d: jax.Array, estimator: Estimator, inputs: LossInputs) -> jax.Arr
 TABLE = {
   'kl_anchor': Box(
     kl_anchor, formula='+ {coef:g}·KL(π‖anchor; {estimator})', tags=frozenset({'anchor'})
+  ),
+  'kl_teacher': Box(
+    kl_teacher, formula='+ {coef:g}·KL(π‖teacher; {estimator})', tags=frozenset({'teacher'})
   ),
   'kl_behaviour': Box(
     kl_behaviour,

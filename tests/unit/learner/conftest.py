@@ -104,9 +104,9 @@ def settings():
 
 @pytest.fixture(scope='session')
 def make_learner(tiny, tiny_params, settings):
-  """Function (mesh sizes, replaced LearnerSettings fields) -> a fresh Learner."""
+  """Function (mesh sizes, teacher, replaced LearnerSettings fields) -> a fresh Learner."""
 
-  def make(mesh=None, params=None, config=tiny, **replace):
+  def make(mesh=None, params=None, config=tiny, teacher=None, **replace):
     sizes = mesh or {}
     count = int(np.prod(list(sizes.values()) or [1]))
     return Learner(
@@ -114,6 +114,7 @@ def make_learner(tiny, tiny_params, settings):
       tiny_params if params is None else params,
       dataclasses.replace(settings, **replace),
       make_mesh(sizes, jax.devices()[:count]),
+      teacher=teacher,
     )
 
   return make

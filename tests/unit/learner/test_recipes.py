@@ -13,6 +13,7 @@ from rlax_stack.config import from_config_dict
 from rlax_stack.config_rules import check
 from rlax_stack.learner.packing import RowShape
 from rlax_stack.learner.row_plan import RowPlan
+from rlax_stack.learner.teacher import Teacher
 from rlax_stack.models import decoder
 from rlax_stack.objective_rules import resolve_objective
 from rlax_stack.types import Reward
@@ -35,7 +36,12 @@ def make_small(tiny, make_learner):
   )
   plan = RowPlan(shape=RowShape(32, 32), micro_batch_rows=1, max_micro_batches=2)
   return lambda objective, updates: make_learner(
-    config=config, params=params, objective=objective, rows=plan, updates_per_batch=updates
+    config=config,
+    params=params,
+    objective=objective,
+    rows=plan,
+    updates_per_batch=updates,
+    teacher=Teacher(config, jax.tree.map(lambda x: 1.1 * x, params)),
   )
 
 

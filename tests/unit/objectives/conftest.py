@@ -67,6 +67,7 @@ def _inputs(seed=0, masked=0.0, drift=0.15, rows=2):
     staleness_t=ids(trajectory % 2),
     value_t=filled(value),
     next_value_t=filled(_next_values(value, mask, trajectory, after)),
+    teacher_log_probs_t=filled(behaviour - 0.2 * value),
   )
 
 

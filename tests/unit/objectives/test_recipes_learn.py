@@ -160,9 +160,12 @@ def _make_step(objective, score_proximal):
   optimizer, critic = optax.adam(0.2), objective.critic_settings
   terms = current_terms(objective, score_proximal=score_proximal)
 
-  def step(logits, opt_state, state, fields, version, anchor, proximal, values):
+  def step(logits, opt_state, state, fields, version, others, values):
+    anchor, proximal, teacher = others
     nothing = dict.fromkeys(('tokens', 'positions', 'subtree_end'), fields['target_t'])
     fields = fields | {'anchor_log_probs_t': _score(anchor, fields).log_prob}
+    if 'teacher' in objective.tags:
+      fields |= {'teacher_log_probs_t': _score(teacher, fields).log_prob}
     if score_proximal:
       old = _score(proximal, fields, proximal_terms(objective))
       fields |= {'proximal_log_probs_t': old.log_prob, 'proximal_vocabulary': old.vocabulary}
@@ -206,6 +209,7 @@ def learn(objective, make_reward_batch, *, staleness, updates=1, seed=0):
   rng = np.random.default_rng(seed)
   target = rng.integers(1, _WORDS, (_PROMPTS, _LENGTH))
   anchor = jnp.zeros((_PROMPTS, _LENGTH, _WORDS), jnp.float32)
+  teacher = 4.0 * jax.nn.one_hot(target, _WORDS, dtype=jnp.float32)
   logits, opt_state, state = anchor, optimizer.init(anchor), objective.init_state()
   table = jnp.zeros((_PROMPTS, _LENGTH), jnp.float32)
   values = table, optimizer.init(table)
@@ -228,7 +232,7 @@ def learn(objective, make_reward_batch, *, staleness, updates=1, seed=0):
     for _ in range(updates):
       proximal = proximal if decay is None else average['params']
       logits, opt_state, state, found, values = step(
-        logits, opt_state, state, fields, np.int32(version), anchor, proximal, values
+        logits, opt_state, state, fields, np.int32(version), (anchor, proximal, teacher), values
       )
       average = average if decay is None else averaged(average, logits, decay)
     history.append(np.asarray(logits))

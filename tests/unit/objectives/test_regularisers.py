@@ -49,7 +49,7 @@ def _estimates(d, u):
   }
 
 
-@pytest.mark.parametrize('box', ['kl_anchor', 'kl_behaviour'])
+@pytest.mark.parametrize('box', ['kl_anchor', 'kl_behaviour', 'kl_teacher'])
 @pytest.mark.parametrize('estimator', _ESTIMATORS)
 def test_kl(box, estimator, whole_loss, make_inputs):
   inputs = make_inputs(seed=21, drift=0.3)
@@ -62,9 +62,9 @@ def test_kl(box, estimator, whole_loss, make_inputs):
   # The denominator is the trained tokens, though the policy loss is divided by sequences.
   assert value == pytest.approx(0.5 * want.mean(), rel=1e-5)
   np.testing.assert_allclose(gradient[mask], 0.5 * slope / len(d), rtol=2e-5, atol=1e-8)
-  if box == 'kl_anchor':
-    assert float(found['kl_anchor']) == pytest.approx(want.mean(), rel=1e-5)
-  assert set(kl.TABLE) == {'kl_anchor', 'kl_behaviour'}
+  if box != 'kl_behaviour':
+    assert float(found[box]) == pytest.approx(want.mean(), rel=1e-5)
+  assert set(kl.TABLE) == {'kl_anchor', 'kl_behaviour', 'kl_teacher'}
 
 
 def test_weighted_kl_has_the_expected_gradient_of_the_kl_off_policy():

@@ -17,6 +17,7 @@ from rlax_stack.data.source import PromptSource
 from rlax_stack.errors import ConfigError, DataError, PromptTooLongError
 from rlax_stack.fleet.coordinator import Coordinator
 from rlax_stack.learner.checkpoint import load_checkpoint_critic
+from rlax_stack.learner.joint_learner import JointLearner
 from rlax_stack.learner.learner import Learner
 from rlax_stack.learner.optimizer import OptimizerSettings
 from rlax_stack.learner.precision import resolve_compute_dtype
@@ -99,12 +100,8 @@ def load_checked_model(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]
   """
   _check_kernels(config.model.kernels)
   model = load_model(config.model.path)
-  limit, sampled = config.rollout.max_prompt_tokens, _limits(config).context
-  if limit + sampled > model.config.max_context:
-    raise ConfigError(
-      f'config.rollout.max_prompt_tokens + {sampled} tokens after it = {limit + sampled} exceeds the context of '
-      f'{config.model.path}, {model.config.max_context} tokens. Lower one of them.'
-    )
+  check_context(config, model)
+  limit = config.rollout.max_prompt_tokens
   for name, source in prompts.items():
     for prompt in source:
       length = len(model.tokenizer.encode_chat(prompt.messages))
@@ -114,6 +111,16 @@ def load_checked_model(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]
           f'config.rollout.max_prompt_tokens={limit}. Raise it, or drop that prompt.'
         )
   return model
+
+
+def check_context(config: RunConfig, model: LoadedModel) -> None:
+  """Raises ConfigError where prompt and sample together exceed the model's context."""
+  limit, sampled = config.rollout.max_prompt_tokens, _limits(config).context
+  if limit + sampled > model.config.max_context:
+    raise ConfigError(
+      f'config.rollout.max_prompt_tokens + {sampled} tokens after it = {limit + sampled} exceeds the context of '
+      f'{config.model.path}, {model.config.max_context} tokens. Lower one of them.'
+    )
 
 
 def adapter_settings(config: RunConfig) -> AdapterSettings | None:
@@ -208,7 +215,7 @@ def learner_settings(config: RunConfig, compute_dtype: Any) -> LearnerSettings:
   )
 
 
-def warm_start(config: RunConfig, learner: Learner) -> str:
+def warm_start(config: RunConfig, learner: Learner | JointLearner) -> str:
   """Gives a fresh learner the critic of an earlier run, where the config names one.
 
   Returns: the path it came from, '' where none is named.
@@ -244,17 +251,23 @@ def _optimizer_settings(config: RunConfig, pretrain_updates: int) -> OptimizerSe
   )
 
 
-def make_coordinator(config: RunConfig, iterator: PromptIterator) -> Coordinator:
-  """The coordinator over the training prompts."""
+def make_coordinator(
+  config: RunConfig,
+  iterator: PromptIterator,
+  *,
+  num_samples: int = 0,
+  min_sizes: Mapping[str, int] | None = None,
+) -> Coordinator:
+  """The coordinator over the training prompts; with roles, the samples of a group and the least usable ones by role."""
   tags, wanted = resolve_objective(config).tags, _limits(config).history
   return Coordinator(
     iterator.next,
-    group_size=config.rollout.group_size,
+    group_size=num_samples or config.rollout.group_size,
     groups_per_batch=config.rollout.groups_per_step,
     groups_in_flight=config.rollout.groups_in_flight,
     max_staleness=config.fleet.max_staleness,
     lease_timeout_s=config.fleet.lease_timeout_s,
-    min_group_size=2 if 'group' in tags else 1,
+    min_group_size=min_sizes or (2 if 'group' in tags else 1),
     greedy='greedy' in tags,
     max_reward_failure_fraction=config.rewards.max_failure_fraction,
     prompt_state=iterator.get_state,
@@ -317,12 +330,12 @@ def make_worker(config: RunConfig, model: LoadedModel, chain: RewardChain) -> Ro
     score=chain.score,
     sampling=train_sampling(config, model.tokenizer.stop_token_ids),
     strategy=make_strategy(config.rollout.strategy),
-    merge=_merging(config, model),
+    merge=merging(config, model),
     answers=None if drafts == 'none' else AnswerStore(coupled=drafts == 'coupled'),
   )
 
 
-def _merging(config: RunConfig, model: LoadedModel) -> Callable[[Any], Any] | None:
+def merging(config: RunConfig, model: LoadedModel) -> Callable[[Any], Any] | None:
   """Makes the weights to serve of a published adapter; None where whole weights are published."""
   adapter = adapter_settings(config)
   if adapter is None:

@@ -20,27 +20,28 @@ from rlax_stack.planning.engine_programs import EngineFigures, engine_figures
 from rlax_stack.planning.learner_programs import OutOfMemory, ProgramFigures, Recorded, StateBytes
 from rlax_stack.planning.report import Line, Report, gib, seconds
 from rlax_stack.planning.search import LargestFit, largest_fit
-from rlax_stack.planning.topologies import Topology
+from rlax_stack.planning.topologies import NOTHING_BESIDE, Beside, Topology
 from rlax_stack.rollout import engine
 from rlax_stack.sharding import make_mesh, row_shards
 
 _COUNTED, _COMPILED, _MODELLED = 'counted', 'compiled', 'modelled, not measured'
 
 
-def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Report:
-  """The plan of a config on a topology.
+def make_plan(
+  config: RunConfig, model: ModelConfig, topology: Topology, beside: Beside = NOTHING_BESIDE
+) -> Report:
+  """The plan of a config on a topology; not of its roles (`plan_of_policies`).
 
   Args:
     config: checked by config_rules; its mesh must take all devices.
     model: shape of the model.
     topology: where the learner runs; workers run on single devices of its kind.
+    beside: what is not free of them.
 
   Raises:
     ConfigError: a mesh that the devices or the model do not divide over.
   """
-  backend = 'cpu' if topology.compiled_for == 'virtual CPU' else 'tpu'
-  dtype = jnp.bfloat16 if config.model.compute_dtype == 'auto' else None
-  dtype = dtype or resolve_compute_dtype(config.model.compute_dtype, backend=backend)
+  dtype = planned_dtype(config, topology)
   settings = assembly.learner_settings(config, dtype)
   mesh = make_mesh(to_plain(config.learner.mesh), topology.devices)
   sizes = assembly.engine_sizes(config, dtype=dtype)
@@ -56,12 +57,13 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
     f'{config.name} on {topology.name}: {mesh.size} devices, compiled for {topology.compiled_for}; rows of '
     f'{rows.shape.length} tokens, {rows.micro_batch_rows} at once, {rows.max_micro_batches} times'
   )
+  topology, worker = topology.less(beside.learner), topology.less(beside.worker)
   capacity = topology.kind.hbm_bytes
   try:
     figures = engine_figures(model, sizes, topology.devices[0])
   except OutOfMemory:
     figures = None
-  workers = _engine_lines(config, model, topology, jnp.dtype(dtype).itemsize, figures, frozen)
+  workers = _engine_lines(config, model, worker, jnp.dtype(dtype).itemsize, figures, frozen)
   try:
     train = learner_programs.train_figures(model, settings, mesh, recorded)
     score = learner_programs.score_figures(model, settings, mesh, recorded)
@@ -69,15 +71,23 @@ def make_plan(config: RunConfig, model: ModelConfig, topology: Topology) -> Repo
     sections = (('memory of a device', _state_lines(held, capacity)), ('rollout', workers))
     summary = _misfit(held, capacity, str(error))
     report = Report(title=title, sections=sections, summary=summary)
-    return _with_engine(report, figures, capacity)
+    return _with_engine(report, figures, worker.kind.hbm_bytes)
   report = _report(title, config, model, settings, topology, held, train, score, workers)
-  report = _with_engine(report, figures, capacity)
+  report = _with_engine(report, figures, worker.kind.hbm_bytes)
   if not (config.plan.search and report.summary['fits']):
     return report
   used = train.argument_bytes + train.temporary_bytes
   searched = _searched_lines(config, model, topology, dtype, recorded, used)
   sections = (*report.sections, ('largest that fits, one knob at a time', searched))
   return dataclasses.replace(report, sections=sections)
+
+
+def planned_dtype(config: RunConfig, topology: Topology) -> Any:
+  """What a run there would compute in."""
+  if config.model.compute_dtype == 'auto':
+    return jnp.bfloat16
+  backend = 'cpu' if topology.compiled_for == 'virtual CPU' else 'tpu'
+  return resolve_compute_dtype(config.model.compute_dtype, backend=backend)
 
 
 def _with_engine(report: Report, figures: EngineFigures | None, capacity: float) -> Report:

@@ -120,7 +120,7 @@ def get_config():
   config.learner.mesh.data = 1  # replicas
   config.learner.mesh.fsdp = 1  # parameters and rows sharded
   config.learner.mesh.tensor = 1  # heads, MLP and vocabulary sharded
-  config.learner.mesh.context = 1  # must be 1
+  config.learner.mesh.context = 1  # tokens of a row sharded
   config.learner.mesh.expert = 1  # experts of a mixture sharded, and rows
 
   config.roles = ConfigDict()  # who else speaks beside the solver of the prompts; docs/roles.md

@@ -198,6 +198,7 @@ def learner_settings(config: RunConfig, compute_dtype: Any) -> LearnerSettings:
       row_length=section.row_length,
       micro_batch_tokens=section.micro_batch_tokens,
       data_parallel=row_shards(to_plain(section.mesh)),
+      context=section.mesh.context,
       bootstrap=critic is not None and critic.bootstrap,
     ),
     forward=ForwardSettings(

@@ -7,6 +7,7 @@ from rlax_stack.config import RunConfig, nearest
 from rlax_stack.errors import ConfigError
 from rlax_stack.evaluation import VOTES
 from rlax_stack.learner.optimizer import DTYPES, OPTIMIZERS, SCHEDULES
+from rlax_stack.learner.row_plan import row_length_problem
 from rlax_stack.models.adapter import KINDS
 from rlax_stack.models.frozen import PRECISIONS
 from rlax_stack.models.remat import REMAT_POLICIES
@@ -15,6 +16,7 @@ from rlax_stack.role_config import KINDS as KINDS_OF_ROLES
 from rlax_stack.role_config import role_problems
 from rlax_stack.rollout.strategies import make_strategy
 from rlax_stack.rollout.strategies.independent import Independent
+from rlax_stack.sharding import MESH_AXES
 
 _CHOICES = {
   'model.compute_dtype': ('auto', 'float32', 'bfloat16'),
@@ -292,11 +294,13 @@ def _learner_rules(config: RunConfig) -> Iterator[str]:
       f'a trajectory may have config.rollout.max_prompt_tokens + {span} = {longest} tokens, but '
       f'config.learner.row_length={learner.row_length}. Set it to {longest} or more, or to 0.'
     )
-  if learner.mesh.context != 1:
-    yield 'config.learner.mesh.context must be 1: no code splits along it yet.'
-  for axis in ('data', 'fsdp', 'tensor', 'expert'):
+  for axis in MESH_AXES:
     if getattr(learner.mesh, axis) < 1:
       yield f'config.learner.mesh.{axis} must be 1 or more.'
+  if learner.mesh.context > 1:
+    problem = row_length_problem(learner.row_length, learner.mesh.context)
+    if problem:
+      yield problem
   if learner.optimizer == 'schedule_free' and (learner.beta1 == 0 or learner.decay != 'constant'):
     yield (
       'config.learner.optimizer=schedule_free averages weights in the place of a momentum and a schedule, '

@@ -335,29 +335,38 @@ def _searched_lines(
   whole = rollout.groups_per_step * (
     rollout.max_prompt_tokens + rollout.group_size * rollout.max_tokens
   )
-  data_parallel = row_shards(to_plain(config.learner.mesh))
+  mesh = to_plain(config.learner.mesh)
+  data_parallel, context = row_shards(mesh), mesh['context']
 
   def used_by(row_length: int, tokens: int) -> float | None:
     learner = dataclasses.replace(
-      cast(Any, config.learner), row_length=row_length, micro_batch_tokens=max(tokens, row_length)
+      cast(Any, config.learner),
+      row_length=row_length,
+      micro_batch_tokens=max(tokens, row_length // context),
     )
     changed = dataclasses.replace(cast(Any, config), learner=learner)
     settings = assembly.learner_settings(changed, dtype)
-    mesh = make_mesh(to_plain(learner.mesh), topology.devices)
+    devices = make_mesh(to_plain(learner.mesh), topology.devices)
     try:
-      figures = learner_programs.train_figures(model, settings, mesh, recorded)
+      figures = learner_programs.train_figures(model, settings, devices, recorded)
     except OutOfMemory:
       return None
     return figures.argument_bytes + figures.temporary_bytes
 
-  start = rows.micro_batch_rows // data_parallel * rows.shape.length
+  start = rows.micro_batch_rows // data_parallel * rows.shape.length // context
   options = {'used': used, 'capacity': topology.kind.hbm_bytes}
   length = rows.shape.length
   batch = largest_fit(
-    lambda tokens: used_by(length, tokens), start=start, most=whole // data_parallel, **options
+    lambda tokens: used_by(length, tokens),
+    start=start,
+    most=whole // (data_parallel * context),
+    **options,
   )
   longest = largest_fit(
-    lambda tokens: used_by(tokens, tokens), start=length, most=whole // data_parallel, **options
+    lambda tokens: used_by(tokens, tokens // context),
+    start=length,
+    most=whole // data_parallel,
+    **options,
   )
   return (
     _found('tokens of a micro-batch on a device', batch),

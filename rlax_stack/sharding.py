@@ -152,6 +152,8 @@ DEFAULT_RULES = LogicalRules(
     # activations and batches
     'rows': ('data', 'fsdp', 'expert'),
     'tokens': 'context',
+    # Rows cut where `context` splits them, see learner/row_parts.py.
+    'row_parts': ('data', 'fsdp', 'expert', 'context'),
     'features': None,
   }
 )
@@ -198,9 +200,9 @@ _PARAM_AXES |= {
 }
 
 
-def row_shards(sizes: Mapping[str, int]) -> int:
-  """Parts that the rows of a batch are split into, by the sizes of the mesh axes."""
-  return math.prod(sizes[axis] for axis in DEFAULT_RULES.mesh_axes('rows'))
+def row_shards(sizes: Mapping[str, int], name: str = 'rows') -> int:
+  """Parts that the rows of a batch, or its `row_parts`, are split into, by the sizes of the mesh axes."""
+  return math.prod(sizes[axis] for axis in DEFAULT_RULES.mesh_axes(name))
 
 
 def param_logical_axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:

@@ -20,9 +20,11 @@ from absl import logging
 from jax import lax
 
 from rlax_stack.errors import CheckpointError
+from rlax_stack.learner import multihost
 from rlax_stack.learner.directions import averaged_weights, schedule_free_state
 from rlax_stack.learner.state import LearnerState
 
+_MEETING_S = 300.0  # for the other processes, where there are any
 _FORMAT = 1  # unchanged by critics: a checkpoint without one is what it always was
 
 
@@ -201,11 +203,13 @@ class Checkpointer:
       return
     self._manager.close()
     aside = self._directory.parent / f'{self._directory.name}-damaged'
-    aside.mkdir(exist_ok=True)
-    for step in steps:
-      if (aside / str(step)).exists():
-        shutil.rmtree(aside / str(step))
-      (self._directory / str(step)).rename(aside / str(step))
+    if jax.process_index() == 0:
+      aside.mkdir(exist_ok=True)
+      for step in steps:
+        if (aside / str(step)).exists():
+          shutil.rmtree(aside / str(step))
+        (self._directory / str(step)).rename(aside / str(step))
+    multihost.meet('damaged checkpoints', deadline_s=_MEETING_S)
     self._manager = self._open()
 
 

@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlax_stack.errors import ConfigError
+from rlax_stack.learner import multihost
 from rlax_stack.learner.optimizer import OptimizerSettings, make_optimizer
 from rlax_stack.learner.scoring import (
   ForwardSettings,
@@ -218,5 +219,5 @@ def taken_over(found: Any, fresh: Any, source: str) -> Any:
       f'{differing[1]}. Set warm_start of config.objective.critic to a run of the same model and box.'
     )
   return jax.tree.map(
-    lambda new, old: jax.device_put(np.asarray(new, np.float32), old.sharding), found, fresh
+    lambda new, old: multihost.place(np.asarray(new, np.float32), old.sharding), found, fresh
   )

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlax_stack.errors import DataError, NonFiniteError
 from rlax_stack.learner import critic as critics
-from rlax_stack.learner import packing
+from rlax_stack.learner import multihost, packing
 from rlax_stack.learner.adapter_identity import identity_of
 from rlax_stack.learner.directions import averaged_weights, schedule_free_state
 from rlax_stack.learner.optimizer import make_optimizer
@@ -49,7 +49,8 @@ class Learner:
       ever: restore a checkpoint with `restore`, not by passing its weights here. Under an adapter they are
       frozen and only placed; they may be in that form already (`frozen.freeze`).
     settings: see LearnerSettings.
-    mesh: from `sharding.make_mesh`.
+    mesh: from `sharding.make_mesh`. Over the devices of several processes (`multihost.start`) each of them makes a
+      learner of equal arguments and gives it the same groups.
   """
 
   def __init__(self, config: ModelConfig, params: Any, settings: LearnerSettings, mesh: Mesh):
@@ -67,7 +68,7 @@ class Learner:
     trained = params
     if adapter:
       base = freeze(params, adapter.base)
-      base = jax.device_put(base, param_shardings(base, mesh))
+      base = multihost.place(base, param_shardings(base, mesh))
       trained = jax.jit(functools.partial(init_adapter, config, adapter))(base)
       self._frozen = (base,)
     self._state = init_state(
@@ -200,6 +201,8 @@ class Learner:
       prepared = self._prepare(groups, clock)
     self._host_state, stats = prepared.host_state, prepared.stats | {'prepared_ahead': ahead}
     batch, num_micro = prepared.batch, prepared.num_micro
+    deadline_s = self._settings.meeting_deadline_s
+    multihost.meet(f'batch {self._version}', word=prepared.digest, deadline_s=deadline_s)
     clock.done('data')
     if self._anchor is not None and 'anchor' in self._objective.tags:
       # The anchor is another policy, whose routers are its own.
@@ -222,7 +225,7 @@ class Learner:
       self._state, scalars = self._step(self._state, batch, num_micro, *self._frozen)
       clock.dispatched('train', scalars['loss'])
     self._version += 1
-    version = jax.device_put(np.int32(self._version), self._replicated)
+    version = multihost.place(np.int32(self._version), self._replicated)
     self._state = self._state._replace(version=version)
     self._last = StepMetrics(scalars, {k: float(v) for k, v in stats.items()}, clock)
     return self._last
@@ -242,7 +245,16 @@ class Learner:
   def _prepare(self, groups: Sequence[Group], clock: StepClock | None = None) -> PreparedBatch:
     packed, host_state = self._pack_to_train(groups, clock)
     stats = packing.packing_stats(packed) | {'pairs_per_layer': self._pairs_per_layer(packed)}
-    return PreparedBatch(tuple(groups), self._host_state, host_state, stats, *self._place(packed))
+    batch, num_micro = self._place(packed)
+    return PreparedBatch(
+      groups=tuple(groups),
+      state_before=self._host_state,
+      host_state=host_state,
+      stats=stats,
+      digest=multihost.digest(packed),
+      batch=batch,
+      num_micro=num_micro,
+    )
 
   def check_finite(self) -> None:
     """Waits for the last step; NonFiniteError where too many updates in a row were skipped."""
@@ -271,7 +283,7 @@ class Learner:
     if params is self._anchor:
       batch = batch._replace(experts=None)
     scores = self._score(params, batch, num_micro, *self._frozen)
-    scores = np.asarray(jax.device_get(scores))
+    scores = multihost.fetch(scores)
     scores = scores.reshape(-1, scores.shape[-1])[: packed.tokens.shape[0]]
     index, result = 0, []
     for group in groups:
@@ -349,8 +361,8 @@ class Learner:
       self._capacity = 1 << (num_micro - 1).bit_length()
     padded = packing.pad_rows(packed, self._capacity * rows)
     cut = jax.tree.map(lambda x: x.reshape(self._capacity, rows, *x.shape[1:]), padded)
-    batch = jax.device_put(cut, rows_sharding(self._mesh))
-    return batch, jax.device_put(np.int32(num_micro), self._replicated)
+    batch = multihost.place(cut, rows_sharding(self._mesh))
+    return batch, multihost.place(np.int32(num_micro), self._replicated)
 
 
 def _trained(

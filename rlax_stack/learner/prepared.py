@@ -16,6 +16,7 @@ class PreparedBatch(NamedTuple):
   state_before: dict[str, Any]  # of the boxes on the host
   host_state: dict[str, Any]  # after the batch
   stats: dict[str, Any]
+  digest: str  # of the packed rows, see multihost.digest
   batch: PackedBatch  # [M, rows, ...] on the mesh
   num_micro: jax.Array
 

@@ -30,6 +30,7 @@ def plan_rows(
   row_length: int = 0,
   micro_batch_tokens: int = 1024,
   data_parallel: int = 1,
+  context: int = 1,
   bootstrap: bool = False,
 ) -> RowPlan:
   """Row length, rows per micro-batch and the largest number of micro-batches.
@@ -44,10 +45,11 @@ def plan_rows(
       trajectories of a group as fit 2,048, one at least).
     micro_batch_tokens: tokens computed at once on one device, about; memory grows with it.
     data_parallel: devices that rows are split over.
+    context: devices that the tokens of a row are split over.
     bootstrap: whether the last token of a completion may need a place too, see `pack_groups`.
 
   Raises:
-    ConfigError: a row length in which one trajectory may not fit.
+    ConfigError: a row length in which one trajectory may not fit, or that does not divide over `context`.
   """
   placed = max_tokens if bootstrap else max_tokens - 1
   single = max_prompt_tokens + placed
@@ -57,15 +59,30 @@ def plan_rows(
       f'row_length {row_length} cannot hold a prompt of {max_prompt_tokens} and {max_tokens} '
       f'sampled tokens. Set config.learner.row_length to {single} at least, or 0 to choose it.'
     )
+  problem = row_length_problem(row_length, context)
+  if problem:
+    raise ConfigError(problem)
   longest_group = max_prompt_tokens + group_size * branch
-  length = row_length or _round_up(min(longest_group, max(2048, single)), _TILE)
+  length = row_length or _round_up(min(longest_group, max(2048, single)), _TILE * context)
   per_row = max((length - max_prompt_tokens) // branch, 1)
   pieces = groups_per_batch * -(-group_size // per_row)
-  rows = _round_up(max(micro_batch_tokens // length, 1) * data_parallel, data_parallel)
+  rows = max(micro_batch_tokens * context // length, 1) * data_parallel
+  triples = _triples(length, longest_group, group_size, per_row, max_tokens)
   return RowPlan(
-    shape=RowShape(length, _triples(length, longest_group, group_size, per_row, max_tokens)),
+    shape=RowShape(length, _round_up(triples, context)),
     micro_batch_rows=rows,
     max_micro_batches=-(-pieces // rows),
+  )
+
+
+def row_length_problem(row_length: int, context: int) -> str:
+  """What is wrong with rows that leave `context` devices a part of an attention block; '' where nothing is."""
+  whole = _TILE * context
+  if context == 1 or row_length % whole == 0:
+    return ''
+  return (
+    f'config.learner.row_length={row_length} over config.learner.mesh.context={context} devices must be a multiple of '
+    f'{_TILE} x {context} = {whole}. Set it to {_round_up(row_length, whole)}, or to 0 to choose it.'
   )
 
 

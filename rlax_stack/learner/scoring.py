@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlax_stack.learner.kept_sets import with_kept_log_probs
+from rlax_stack.learner.row_parts import in_parts, in_rows, target_states
 from rlax_stack.models import decoder
 from rlax_stack.models.adapter import AdapterSettings, abstract_weights, model_weights
 from rlax_stack.models.config import ModelConfig
@@ -87,17 +88,19 @@ def row_states(
   mesh: Mesh | None = None,
 ) -> jax.Array:
   """Final hidden states of packed rows, [R, T, D]; arguments as `target_log_probs`."""
-  return decoder.hidden_states(
+  attend, parts = _attend(config, rows, settings, mesh), _parts_of(rows, mesh)
+  hidden = decoder.hidden_states(
     params,
     config,
-    rows.tokens,
-    rows.positions,
-    _attend(config, rows, settings, mesh),
+    parts.tokens,
+    parts.positions,
+    attend,
     compute_dtype=settings.compute_dtype,
     remat=settings.remat,
     mesh=mesh,
-    replay=_replay(rows),
+    replay=_replay(parts),
   )
+  return in_rows(hidden, mesh)
 
 
 def row_states_and_router(
@@ -114,25 +117,25 @@ def row_states_and_router(
   """
   if rows.place_weight is None:
     raise ValueError('the rows of a mixture need place_weight. Pack them with weigh_places=True.')
-  attend = _attend(config, rows, settings, mesh)
+  attend, parts = _attend(config, rows, settings, mesh), _parts_of(rows, mesh)
 
   def sums_of(routing: Routing) -> RouterSums:
-    replayed = rows.experts is not None
-    return router_sums(routing.logits, routing.experts, rows.place_weight, replayed=replayed)
+    replayed = parts.experts is not None
+    return router_sums(routing.logits, routing.experts, parts.place_weight, replayed=replayed)
 
   hidden, (_, sums) = decoder.hidden_states_and_aux(
     params,
     config,
-    rows.tokens,
-    rows.positions,
+    parts.tokens,
+    parts.positions,
     lambda q, k, v, **named: (attend(q, k, v, **named), None),
     compute_dtype=settings.compute_dtype,
     remat=settings.remat,
     mesh=mesh,
-    replay=_replay(rows),
+    replay=_replay(parts),
     observe=sums_of,
   )
-  return hidden, sums
+  return in_rows(hidden, mesh), sums
 
 
 def batch_load(
@@ -158,8 +161,15 @@ def _replay(rows: PackedBatch) -> jax.Array | None:
   return None if rows.experts is None else jnp.moveaxis(rows.experts, 2, 0)
 
 
+def _parts_of(rows: PackedBatch, mesh: Mesh | None) -> PackedBatch:
+  """The rows with what the decoder reads of each token in parts."""
+  names = ('tokens', 'positions', 'experts', 'place_weight')
+  return rows._replace(**in_parts({name: getattr(rows, name) for name in names}, mesh))
+
+
 def _attend(config, rows, settings, mesh):
-  return prepare_tree_attention(
+  """Attention over the rows, of queries, keys and values in parts."""
+  attend = prepare_tree_attention(
     rows.positions,
     rows.subtree_end,
     shape=AttentionShape(
@@ -172,6 +182,7 @@ def _attend(config, rows, settings, mesh):
     implementation=settings.kernels,
     mesh=mesh,
   )
+  return lambda *qkv, **named: in_parts(attend(*in_rows(qkv, mesh), **named), mesh)
 
 
 def head_log_probs(
@@ -185,35 +196,37 @@ def head_log_probs(
 ) -> TargetScores:
   """`target_log_probs` of hidden states that are there already (`row_states`)."""
   # Only the places that predict a target reach the LM head.
-  sources = jnp.take_along_axis(hidden, rows.source_index_t[..., None], axis=1)
+  sources = target_states(hidden, rows.source_index_t, mesh)
+  given = (sources, rows.target_t, rows.mask_t, rows.proximal_vocabulary, rows.kept_ids_t)
+  sources, target_t, mask_t, proximal, kept_ids_t = in_parts(given, mesh)
   head = decoder.lm_head(params, config)
   scored = fused_log_prob(
     sources.reshape(-1, sources.shape[-1]),
     head,
-    rows.target_t.reshape(-1),
-    mask=rows.mask_t.reshape(-1),
+    target_t.reshape(-1),
+    mask=mask_t.reshape(-1),
     temperature=settings.temperature,
     soft_cap=config.final_soft_cap,
     implementation=settings.kernels,
     mesh=mesh,
   )
-  log_prob, entropy = (x.reshape(rows.target_t.shape) for x in (scored.log_prob, scored.entropy))
-  if terms is None and rows.kept_ids_t is None:
-    return TargetScores(log_prob, entropy)
+  log_prob, entropy = (x.reshape(target_t.shape) for x in (scored.log_prob, scored.entropy))
+  if terms is None and kept_ids_t is None:
+    return in_rows(TargetScores(log_prob, entropy), mesh)
   found, kept_log_prob = vocabulary_terms(
     sources,
     head,
-    rows.target_t,
+    target_t,
     with_kept_log_probs(terms),
-    extras=(rows.proximal_vocabulary, rows.kept_ids_t),
-    mask=rows.mask_t,
+    extras=(proximal, kept_ids_t),
+    mask=mask_t,
     temperature=settings.temperature,
     soft_cap=config.final_soft_cap,
     mesh=mesh,
   )
   if kept_log_prob is not None:
-    log_prob = jnp.where(jnp.any(rows.kept_ids_t >= 0, axis=-1), kept_log_prob, log_prob)
-  return TargetScores(log_prob, entropy, found)
+    log_prob = jnp.where(jnp.any(kept_ids_t >= 0, axis=-1), kept_log_prob, log_prob)
+  return in_rows(TargetScores(log_prob, entropy, found), mesh)
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:

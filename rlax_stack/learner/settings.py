@@ -19,7 +19,8 @@ class LearnerSettings:
 
   updates_per_batch: optimizer updates on each batch (the μ of GRPO); above 1 the proximal log-probs
   are scored first, and averaged weights score them before every update. max_skipped_in_row: so many
-  non-finite updates in a row stop the run. router: losses of a mixture of experts.
+  non-finite updates in a row stop the run. router: losses of a mixture of experts. meeting_deadline_s:
+  in a job of several processes, how long one waits for the others before a batch.
   """
 
   rows: RowPlan
@@ -29,6 +30,7 @@ class LearnerSettings:
   updates_per_batch: int = 1
   max_skipped_in_row: int = 5
   router: RouterLoss = NO_ROUTER_LOSS
+  meeting_deadline_s: float = 300.0
 
   @property
   def scores_proximal(self) -> bool:

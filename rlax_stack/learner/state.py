@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlax_stack.learner import multihost
 from rlax_stack.sharding import optimizer_shardings, param_shardings
 
 
@@ -102,8 +103,8 @@ def init_state(
   shardings = state_shardings(shapes, mesh)
   # Through the host: a state is donated at every step, so it must not share buffers with the
   # caller.
-  host = jax.tree.map(lambda leaf: np.array(leaf, dtype=np.float32), params)
-  placed = jax.tree.map(jax.device_put, host, shardings.params)
+  host = jax.tree.map(lambda leaf: np.array(multihost.fetch(leaf), dtype=np.float32), params)
+  placed = multihost.place(host, shardings.params)
 
   def fresh(params):
     return _fresh(params, optimizer, *makers, keep_average)

@@ -121,7 +121,7 @@ def mix(
     routing: from `route`.
     kernels: cast to the dtype of x.
     first: place of expert 0 in the kernels.
-    mesh: splits rows over data, fsdp and expert, the width of an expert over tensor and experts over expert.
+    mesh: splits rows over data, fsdp, expert and context, the width of an expert over tensor and experts over expert.
     form: 'blocks', 'ragged', or 'auto' for what suits the device.
 
   Returns: [..., D] in the dtype of x.
@@ -148,7 +148,7 @@ def _mix_sharded(one, x, routing, kernels, mesh) -> jax.Array:
   The sums of a row return to the device that has it.
   """
   rules = sharding.DEFAULT_RULES
-  by_row: PartitionSpec = rules.spec_for(('rows', 'tokens', 'features'))
+  by_row: PartitionSpec = rules.spec_for(('row_parts', None, 'features'))
   wide: Any = rules.spec_for(('experts', 'mlp', 'embed'))
   narrow: Any = rules.spec_for(('experts', 'embed', 'mlp'))
   (split,) = rules.mesh_axes('embed')

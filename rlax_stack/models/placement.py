@@ -16,10 +16,10 @@ _WHOLE_KERNEL = {'value', 'base', 'values'}
 
 
 def placed_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
-  """Hidden states [R, T, D], split by rows and tokens; as they are without a mesh."""
+  """Hidden states [R, T, D] of rows, or of parts of rows, split by them; as they are without a mesh."""
   if mesh is None:
     return x
-  return jax.lax.with_sharding_constraint(x, sharding_for(mesh, ('rows', 'tokens', 'features')))
+  return jax.lax.with_sharding_constraint(x, sharding_for(mesh, ('row_parts', None, 'features')))
 
 
 def placed_layer(layer: Any, mesh: Mesh | None) -> Any:

@@ -92,8 +92,9 @@ def fused_log_prob(
     chunk_size: vocabulary entries per tile of a device; None chooses, with tiles of at most 64 MiB.
     implementation: 'auto', 'pallas' (TPU; the forward pass, the gradient is the XLA form's) or 'xla'; 'auto' is
       'pallas' on a TPU. A GPU has no other form than 'xla', and takes it where the other kernels take 'pallas'.
-    mesh: rows lie over data, fsdp and expert, the vocabulary over tensor and the width of the head over fsdp: it is
-      gathered in the dtype of hidden, and each tile of its gradient is summed and scattered at once. None: whole.
+    mesh: targets lie over data, fsdp, expert and context, the vocabulary over tensor and the width of the head over
+      fsdp: it is gathered in the dtype of hidden, and each tile of its gradient is summed and scattered at once. None:
+      arrays are whole.
 
   Returns:
     FusedLogProb(log_prob, entropy, lse, top).
@@ -128,10 +129,10 @@ def fused_log_prob(
 
 
 def _shards(mesh: Mesh | None) -> int:
-  """Parts that rows are split into."""
+  """Parts that targets are split into."""
   if mesh is None:
     return 1
-  return row_shards(mesh.shape)
+  return row_shards(mesh.shape, 'row_parts')
 
 
 def _tpu_spec(implementation: str, mesh: Mesh | None) -> fused_log_prob_tpu.TpuSpec | None:
@@ -192,7 +193,8 @@ def _everywhere(function, spec, rows, head, *rest, d_head=False):
     first = lax.axis_index('tensor').astype(jnp.int32) * head.shape[0]
     return function(spec, rows, _Head(whole, first), *rest)
 
-  of_rows, of_head = DEFAULT_RULES.spec_for(('rows',)), DEFAULT_RULES.spec_for(('vocab', 'embed'))
+  rules = DEFAULT_RULES
+  of_rows, of_head = rules.spec_for(('row_parts',)), rules.spec_for(('vocab', 'embed'))
   return jax.shard_map(
     part,
     mesh=spec.mesh,
@@ -357,7 +359,7 @@ def _gradient(spec, rows, head, out, scaled):
   start = (jnp.zeros(rows.hidden.shape, jnp.float32), jnp.zeros((vocab, width), jnp.float32))
   d_hidden, d_head = lax.fori_loop(0, steps, visit, start)
   if spec.mesh is not None:
-    others = [axis for axis in DEFAULT_RULES.mesh_axes('rows') if axis != _SPLIT]
+    others = [axis for axis in DEFAULT_RULES.mesh_axes('row_parts') if axis != _SPLIT]
     d_head, d_hidden = lax.psum(d_head, others), lax.psum(d_hidden, 'tensor')
   return d_hidden, d_head
 

@@ -64,7 +64,7 @@ def tree_attention(
     implementation: 'auto', 'pallas' (TPU; Hopper GPUs for bfloat16 heads of width 64 and 128), 'xla'
       (block-structured, no T x T array), or 'reference' (dense). 'auto' is 'pallas' on a TPU and 'xla' elsewhere,
       on a Hopper GPU too: its kernels were never measured on one.
-    mesh: splits rows over data and fsdp, heads over tensor and the tokens of a row over context by shard_map,
+    mesh: splits rows over data, fsdp and expert, heads over tensor and the tokens of a row over context by shard_map,
       because neither kernels nor loops with a dynamic trip count are partitioned automatically. None: the
       arrays live whole on each device.
 
@@ -128,7 +128,7 @@ def prepare_tree_attention(
   kernel = _kernel(
     implementation,
     shape,
-    tokens=positions.shape[1],
+    tokens=positions.shape[1] // _parts(mesh),
     options={
       'scale': shape.head_dim**-0.5 if scale is None else float(scale),
       'window': window,
@@ -154,6 +154,7 @@ def prepare_tree_attention(
 
 
 def _kernel(implementation, shape, *, tokens, options, mesh, visits) -> Kernel:
+  """The form to take where a device has `tokens` queries of a row."""
   device = dispatch.target_device(mesh)
   on_gpu, absent = dispatch.is_gpu(device), dispatch.no_pallas(device, on_gpu=True)
   if on_gpu:
@@ -161,11 +162,11 @@ def _kernel(implementation, shape, *, tokens, options, mesh, visits) -> Kernel:
   chosen = dispatch.choose('tree attention', implementation, absent=absent, measured=not on_gpu)
   if chosen == 'pallas':
     return _gpu_kernel(options) if on_gpu else _tpu_kernel(device, shape, tokens, options, visits)
-  spec = tree_attention_xla.XlaSpec(**options)
+  spec = tree_attention_xla.XlaSpec(**options, parts=_parts(mesh))
   if chosen == 'reference':
     return Kernel(spec, 1, 1, lambda spec, kinds: (), dense)
   make, attend = tree_attention_xla.make_tables, tree_attention_xla.attend
-  return Kernel(spec, spec.block, spec.block, make, attend)
+  return Kernel(spec, spec.block, spec.block, make, attend, ring=True)
 
 
 def _tpu_kernel(device, shape, tokens, options, visits) -> Kernel:
@@ -227,10 +228,10 @@ def _check_tree(positions, subtree_end, shape, window, soft_cap):
 
 
 def _sharded(kernel, positions, shape, mesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
-  """`lay_out` and `attend_rows` under shard_map: rows over data and fsdp, heads over tensor, tokens over context.
+  """`lay_out` and `attend_rows` under shard_map, with everything where `prepare_tree_attention` says.
 
-  Over context every device answers its own queries and gathers all keys; the gradient of the gather brings
-  theirs back.
+  Over context every device answers its own queries. The XLA form passes the keys round a ring; the Pallas forms
+  gather all keys of a row, and the gradient of the gather brings theirs back.
   """
   rules = sharding.DEFAULT_RULES
   by_head = rules.spec_for(('rows', 'tokens', 'heads', None))
@@ -239,7 +240,7 @@ def _sharded(kernel, positions, shape, mesh) -> tuple[Callable[..., Any], Callab
   sharding.check_divisible('the queries (rows, tokens, heads, width)', full, by_head, mesh)
   full = (*positions.shape, shape.kv_heads, shape.head_dim)
   sharding.check_divisible('the keys', full, by_head, mesh)
-  parts = mesh.shape['context']
+  parts = _parts(mesh)
   queries = positions.shape[1] // parts
   if parts > 1 and (queries % kernel.block_q or kernel.attend is dense):
     raise ConfigError(
@@ -255,7 +256,7 @@ def _sharded(kernel, positions, shape, mesh) -> tuple[Callable[..., Any], Callab
     return lay_out(kernel, positions, subtree_end, first, queries)
 
   def attend_part(layout, q, k, v, sinks):
-    if parts > 1:
+    if parts > 1 and not kernel.ring:
       k, v = (lax.all_gather(x, 'context', axis=1, tiled=True) for x in (k, v))
     return attend_rows(kernel, layout, q, k, v, sinks)
 
@@ -278,6 +279,11 @@ def _sharded(kernel, positions, shape, mesh) -> tuple[Callable[..., Any], Callab
     )(layout, q, k, v, sinks)
 
   return make, attend
+
+
+def _parts(mesh: Mesh | None) -> int:
+  """Devices that the tokens of a row lie over."""
+  return 1 if mesh is None else mesh.shape['context']
 
 
 def _axes(entry) -> tuple[str, ...]:

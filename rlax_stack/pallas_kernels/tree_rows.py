@@ -22,6 +22,7 @@ class Kernel(NamedTuple):
   block_kv: int
   make_tables: Callable[..., Any]  # (spec, kinds) -> tables with leading axis R
   attend: Callable[..., jax.Array]
+  ring: bool = False  # over `context` it takes the keys of one device and passes them on, not those of whole rows
 
 
 class Layout(NamedTuple):
@@ -61,16 +62,17 @@ def lay_out(kernel, positions, subtree_end, first_query=0, num_queries=None) -> 
 def attend_rows(kernel, layout, q, k, v, sinks):
   """Rows on one device: tokens alone in their tree are answered here, the rest by a kernel.
 
-  q may hold a part of the tokens of k and v.
+  q may hold a part of the tokens of k and v, or all three the same part of the row.
   """
   apart = layout.alone[:, :, None, None]
-  queries, tokens = q.shape[1], layout.ends.shape[1]
+  queries, keys = q.shape[1], k.shape[1]
   first = layout.first_query[0]
-  alone_keys = layout.ends[:, : k.shape[1]] == 0
+  first_key = first if queries == keys else jnp.int32(0)
+  alone_keys = lax.dynamic_slice_in_dim(layout.ends, first_key, keys, axis=1) == 0
   masked_k, masked_v = (jnp.where(alone_keys[:, :, None, None], 0, x) for x in (k, v))
-  pad = ((0, 0), (0, tokens - k.shape[1]), (0, 0), (0, 0))
+  pad = ((0, 0), (0, -keys % max(kernel.block_q, kernel.block_kv)), (0, 0), (0, 0))
   q_pad = ((0, 0), (0, -queries % kernel.block_q), (0, 0), (0, 0))
-  if queries == k.shape[1]:
+  if queries == keys:
     q_pad = pad
   out = kernel.attend(
     kernel.spec,
@@ -83,7 +85,7 @@ def attend_rows(kernel, layout, q, k, v, sinks):
     first,
     layout.tables,
   )[:, :queries]
-  return jnp.where(apart, _own_value(kernel.spec, q, k, v, sinks, first), out)
+  return jnp.where(apart, _own_value(kernel.spec, q, k, v, sinks, first - first_key), out)
 
 
 def _own_value(spec, q, k, v, sinks, first):

@@ -53,14 +53,14 @@ def vocabulary_terms(
     temperature: > 0, divides the logits before the softmax.
     soft_cap: > 0, of the logits before the temperature, as in Gemma 2; None for none.
     block: tokens of one row in a tile; None takes 64 tokens on each device.
-    mesh: where the rows and the vocabulary are split; None: on one device.
+    mesh: rows lie over data, fsdp and context, the vocabulary over tensor; None: on one device.
 
   Returns: what `function` returns, with [R, N, ...] in place of [n, ...].
   """
   rows, count, width = hidden.shape
   shards = 1
   if mesh is not None:
-    shards = row_shards(mesh.shape)
+    shards = row_shards(mesh.shape, 'row_parts')
   if rows % shards:
     raise ValueError(
       f'the rows must divide over the mesh, got {rows} rows and {shards} shards. Pad the rows.'
@@ -100,7 +100,7 @@ def _on_every_shard(head: jax.Array, shards: int, mesh: Mesh | None) -> jax.Arra
   heads = jnp.broadcast_to(head[None], (shards, *head.shape))
   if mesh is None:
     return heads
-  return jax.lax.with_sharding_constraint(heads, sharding_for(mesh, ('rows', 'vocab', None)))
+  return jax.lax.with_sharding_constraint(heads, sharding_for(mesh, ('row_parts', 'vocab', None)))
 
 
 def _cut(x: jax.Array, steps: int, size: int) -> jax.Array:

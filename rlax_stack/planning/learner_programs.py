@@ -184,9 +184,9 @@ def _counting(config: ModelConfig, settings: LearnerSettings, mesh: Mesh) -> Cou
   if not config.num_experts:
     return Counting(unknown_trips=trips)
   held = config.num_experts // parts
-  here = rows.micro_batch_rows // row_shards(mesh.shape)
+  tokens = rows.micro_batch_rows * rows.shape.length // row_shards(mesh.shape, 'row_parts')
   # A device sees the rows of all devices along the axis of experts, and takes the choices of its own.
-  choices = parts * here * rows.shape.length * config.experts_per_token
+  choices = parts * tokens * config.experts_per_token
   # An expert's last block is half empty, taking one with another.
   blocks = choices / parts / block_size(choices, held) + held / 2
   return Counting(unknown_trips=trips, block_trips=blocks, grouped_share=1 / parts)

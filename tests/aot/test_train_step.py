@@ -54,8 +54,12 @@ _DTYPES = dict.fromkeys(_FLOATS, jnp.float32) | {'mask_t': jnp.bool_}
 
 @pytest.mark.parametrize(
   ('config', 'sizes', 'gib'),
-  [(_QWEN3_8B, {'fsdp': 2, 'tensor': 2}, 6.0), (_QWEN3_30B_A3B, {'fsdp': 2, 'expert': 2}, 9.0)],
-  ids=['8b', '30b_a3b'],
+  [
+    (_QWEN3_8B, {'fsdp': 2, 'tensor': 2}, 6.0),
+    (_QWEN3_8B, {'fsdp': 2, 'context': 2}, 8.0),  # the whole vocabulary on every device
+    (_QWEN3_30B_A3B, {'fsdp': 2, 'expert': 2}, 9.0),
+  ],
+  ids=['8b', '8b_context', '30b_a3b'],
 )
 def test_layers_of_a_model(config, sizes, gib, make_tpu_mesh, less_effort):
   """Two of its layers; the loop over layers has one body, however many there are.

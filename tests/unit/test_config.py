@@ -224,7 +224,11 @@ def test_missing_and_mistyped_fields_are_named():
     ({'eval__vote': 'numbers'}, 'eval.vote must be one of none, number.* Did you mean number'),
     ({'learner__row_length': 500}, '= 512 tokens, but config.learner.row_length=500'),
     ({'learner__mesh.data': 0}, 'mesh.data must be 1 or more'),
-    ({'learner__mesh.context': 2}, 'mesh.context must be 1'),
+    ({'learner__mesh.context': 0}, 'mesh.context must be 1 or more'),
+    (
+      {'learner__mesh.context': 4, 'learner__row_length': 640},
+      r'row_length=640 .*mesh.context=4 .*64 x 4 = 256. Set it to 768',
+    ),
     ({'learner__mesh.expert': 0}, 'mesh.expert must be 1 or more'),
     ({'learner__router_aux_coef': -0.1}, 'router_aux_coef must be 0 or more, got -0.1'),
     ({'learner__router_z_coef': -1.0}, 'router_z_coef must be 0 or more, got -1.0'),

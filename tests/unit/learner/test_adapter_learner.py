@@ -142,7 +142,7 @@ def test_a_critic_on_the_policy_and_averaged_weights_go_with_an_adapter(
 def test_gradient_norms_are_those_of_the_adapter(make, tiny, settings, make_groups):
   learner, groups = make(), make_groups(sizes=(2,), prompt_lengths=(3,))
   forward = dataclasses.replace(settings.forward, adapter=SETTINGS)
-  batch, num_micro = learner._place(learner._pack_to_train(groups))
+  batch, num_micro = learner._place(learner._pack_to_train(groups)[0])
   (frozen,) = learner.frozen
   norms = jax.jit(
     lambda p, base: squared_gradient_norms(p, tiny, batch, num_micro, forward, None, base)

@@ -21,7 +21,7 @@ def groups(cut_groups):
 
 def _score(learner, groups):
   """Values before and after every trained token, by trajectory, as `train` scores them."""
-  packed = learner._pack_to_train(groups)
+  packed = learner._pack_to_train(groups)[0]
   batch, num_micro = learner._place(packed)
   state = learner.state
   scored = learner._score_values(state.params, state.critic['params'], batch, num_micro)
@@ -164,7 +164,7 @@ def test_helpers_of_the_step(make_critic_learner):
 
 def test_scores_are_those_of_the_parts_of_the_step(tiny, groups, make_critic_learner):
   learner = make_critic_learner()
-  batch, num_micro = learner._place(learner._pack_to_train(groups))
+  batch, num_micro = learner._place(learner._pack_to_train(groups)[0])
   state, forward = learner.state, learner._settings.forward
   score = critics.make_value_score(tiny, learner._mesh, forward, learner._critic)
   found = score(state.params, state.critic['params'], batch, num_micro)

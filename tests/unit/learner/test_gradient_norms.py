@@ -42,7 +42,7 @@ def test_norms_are_those_of_separate_gradients(mesh, tiny, make_learner, make_gr
   groups = make_groups(sizes=(3, 2), prompt_lengths=(5, 3))
   plan = dataclasses.replace(_PLAN, micro_batch_rows=2) if mesh else _PLAN
   learner = make_learner(rows=plan, mesh=mesh)
-  batch, num_micro = learner._place(learner._pack_to_train(groups))
+  batch, num_micro = learner._place(learner._pack_to_train(groups)[0])
   norms = jax.jit(
     lambda p: squared_gradient_norms(p, tiny, batch, num_micro, ForwardSettings(), learner._mesh)
   )(learner.params)
@@ -69,7 +69,7 @@ def test_baseline_is_the_weighed_mean(by_std, tiny, make_learner, make_groups):
     )
     for group, of_group in zip(groups, scores, strict=True)
   ]
-  batch, num_micro = learner._place(learner._pack_to_train(groups))
+  batch, num_micro = learner._place(learner._pack_to_train(groups)[0])
   norms = squared_gradient_norms(learner.params, tiny, batch, num_micro, ForwardSettings())
   log_probs = learner._score(learner.params, batch, num_micro)
   scored = type('Scored', (), {'log_prob': log_probs, 'entropy': log_probs, 'vocabulary': {}})

@@ -176,7 +176,7 @@ def test_rows_without_weights_are_refused(mixture, params):
 def test_load_counts_every_choice_and_hidden_states_stay(learner, mixture, params, groups):
   made = learner()
   params = jax.tree.map(jnp.asarray, params)
-  batch, num_micro = made._place(made._pack_to_train(groups))
+  batch, num_micro = made._place(made._pack_to_train(groups)[0])
   load = batch_load(params, mixture, batch, num_micro, ForwardSettings())
   tokens = float(np.asarray(batch.place_weight).sum())
   np.testing.assert_allclose(load.sum(1), mixture.experts_per_token * tokens, rtol=1e-6)

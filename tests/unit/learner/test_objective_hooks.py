@@ -120,7 +120,7 @@ def test_truncated_answers_are_left_out_when_asked(make_learner, make_groups):
 
 def test_scores_of_a_batch_are_those_of_its_parts(tiny, tiny_params, make_learner, make_groups):
   learner = make_learner(rows=_PLAN)
-  packed = learner._pack_to_train(make_groups())
+  packed = learner._pack_to_train(make_groups())[0]
   batch, num_micro = learner._place(packed)
   score = jax.jit(lambda p: score_batch(p, tiny, batch, num_micro, ForwardSettings()))
   found = score(tiny_params)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rlax_stack.errors import ConfigError
 from rlax_stack.learner.packing import RowShape, pack_groups
-from rlax_stack.learner.row_plan import RowPlan, plan_rows
+from rlax_stack.learner.row_plan import RowPlan, plan_rows, row_length_problem
 from rlax_stack.types import FinishReason, Group, Prompt, Trajectory
 
 
@@ -29,6 +29,17 @@ def test_plans_by_hand():
   # One trajectory longer than that is the row.
   plan = plan_rows(groups_per_batch=1, group_size=2, max_prompt_tokens=1, max_tokens=4096)
   assert plan.shape == RowShape(4096, 4096)
+
+
+def test_rows_over_several_devices_are_whole_blocks_on_each():
+  sizes = {'groups_per_batch': 3, 'group_size': 3, 'max_prompt_tokens': 64, 'max_tokens': 63}
+  plan = plan_rows(**sizes, context=4, micro_batch_tokens=500, data_parallel=2)
+  # 64 + 3 x 62 tokens become 4 blocks of 64, 3 x 63 targets 4 x 48; 500 tokens on each of 4 devices make 7 such rows.
+  assert plan == RowPlan(shape=RowShape(256, 192), micro_batch_rows=14, max_micro_batches=1)
+  assert plan_rows(**sizes, context=4, row_length=512).shape.length == 512
+  with pytest.raises(ConfigError, match='row_length=384 .*context=4 .*64 x 4 = 256. Set it to 512'):
+    plan_rows(**sizes, context=4, row_length=384)
+  assert row_length_problem(384, 1) == row_length_problem(0, 4) == ''
 
 
 def test_row_length_too_short():

@@ -76,7 +76,7 @@ def test_boxes_get_what_their_hooks_gave(mesh, updates, probing, make_learner, m
 def test_terms_follow_the_weights_and_the_proximal_ones_stay(probing, make_learner, make_groups):
   """After one update of the batch the current terms have moved, the held ones are of the start."""
   learner = make_learner(objective=probing, updates_per_batch=3)
-  packed = learner._pack_to_train(make_groups())
+  packed = learner._pack_to_train(make_groups())[0]
   batch, num_micro = learner._place(packed)
   scored = learner._proximal(learner.state.params, batch, num_micro)
   held = scored.proximal_vocabulary['regularisers/0']
@@ -102,7 +102,7 @@ def test_no_logits_of_all_tokens_in_the_compiled_step(tiny, make_learner, make_g
     plan = RowPlan(shape=RowShape(tokens, tokens), micro_batch_rows=1, max_micro_batches=1)
     objective = resolve(corrections=(), regularisers=regularisers)
     learner = make_learner(config=config, params=params, objective=objective, rows=plan)
-    batch, num_micro = learner._place(learner._pack_to_train(make_groups()))
+    batch, num_micro = learner._place(learner._pack_to_train(make_groups())[0])
     compiled = learner._step.lower(learner.state, batch, num_micro).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -114,7 +114,7 @@ def test_no_logits_of_all_tokens_in_the_compiled_step(tiny, make_learner, make_g
 
 def test_scores_hold_the_terms_that_are_asked_for(tiny, probing, make_groups, make_learner):
   learner = make_learner(objective=probing)
-  rows = jax.tree.map(lambda x: x[0], learner._place(learner._pack_to_train(make_groups()))[0])
+  rows = jax.tree.map(lambda x: x[0], learner._place(learner._pack_to_train(make_groups())[0])[0])
   terms = current_terms(probing, score_proximal=False)
   scored = target_log_probs(learner.params, tiny, rows, ForwardSettings(), terms=terms)
   assert set(scored.vocabulary['regularisers/0']) == {'power', 'chosen', 'seen_top', 'top', 'ids'}

@@ -1,6 +1,7 @@
 """A solver and a verifier trained together, as launch runs them: own and shared weights, exact resume."""
 
 import dataclasses
+import types
 
 import jax
 import numpy as np
@@ -15,7 +16,8 @@ from rlax_stack.learner.joint_learner import JointLearner
 from rlax_stack.models.load import load_model
 from rlax_stack.observe.run_folder import RunFolder
 from rlax_stack.role_config import policy_configs
-from rlax_stack.train_loop import role_metrics
+from rlax_stack.train_loop import TrainLoop, role_metrics
+from rlax_stack.types import Group, Prompt
 from tests.integration.test_end_to_end import metrics_of
 
 ROLES = '--config=tests/integration/roles_config.py'
@@ -175,3 +177,28 @@ def test_adapters_of_one_model_share_its_frozen_weights(toy_arguments):
   with pytest.raises(ConfigError, match=r'max_prompt_tokens \+ 2 tokens after it = 65 exceeds'):
     role_assembly.policy_models(dataclasses.replace(config, roles=long), model)
   assembly.check_context(config, model)
+
+
+@pytest.mark.parametrize('skipped', ['', 'judge'])
+def test_a_policy_that_skips_its_step_filters_its_role_alone(skipped):
+  def group(role, *others):
+    prompt = Prompt(prompt_id='p', messages=(), answer='')
+    tokens = np.zeros(1, np.int32)
+    return Group(
+      group_id=0, prompt=prompt, prompt_tokens=tokens, trajectories=(), role=role, others=others
+    )
+
+  verdicts, told = group('verifier'), []
+  visit = group('', verdicts)
+  loop = object.__new__(TrainLoop)
+  loop._parts = types.SimpleNamespace(
+    roles={'': '', 'verifier': 'judge'},
+    coordinator=types.SimpleNamespace(
+      mark_trained=lambda groups: told.append(('trained', groups)),
+      mark_filtered=lambda groups: told.append(('filtered', groups)),
+    ),
+  )
+  names = {'': 'train/skipped_in_row', 'judge': 'judge/train/skipped_in_row'}
+  loop._end([visit], {name: float(policy == skipped) for policy, name in names.items()})
+  ends = ('filtered', 'trained') if skipped else ('trained', 'filtered')
+  assert told == [(ends[0], [verdicts]), (ends[1], [visit])]

@@ -124,6 +124,20 @@ def get_config():
   config.learner.mesh.context = 1  # tokens of a row sharded
   config.learner.mesh.expert = 1  # experts of a mixture sharded, and rows
 
+  config.roles = ConfigDict()  # who else speaks beside the solver of the prompts; docs/roles.md
+  config.roles.kind = 'none'  # none | verifier: says of answers whether they are correct
+  config.roles.policy = ''  # in config.policies, that plays it; empty: the solver's own weights
+  config.roles.answers = 4  # of a group that are judged
+  config.roles.verdicts = 4  # on each of them
+  config.roles.max_tokens = 256  # of a verdict at most, stop token included
+  config.roles.max_prompt_tokens = 512  # question and answer; a longer answer loses its beginning
+  config.roles.weight = 0.0  # of the share of verdicts "correct" in the solver's reward
+  config.roles.correct_at = 1.0  # first verifier's score from which an answer is correct
+  config.roles.words = ('correct', 'incorrect')  # a verdict is the last of them in it
+  config.roles.template = '{question}\nAnswer: {answer}\nCorrect or incorrect?'  # what it is asked
+
+  config.policies = ConfigDict()  # further ones: name to its own model, objective, learner, rollout
+
   config.fleet = ConfigDict()
   config.fleet.runtime = 'local'  # one process, generation in a thread
   config.fleet.max_staleness = 0  # versions a sample may lag: 0 = on-policy

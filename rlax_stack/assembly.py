@@ -16,7 +16,6 @@ from rlax_stack.data.prompt_history import PromptHistory
 from rlax_stack.data.source import PromptSource
 from rlax_stack.errors import ConfigError, DataError, PromptTooLongError
 from rlax_stack.fleet.coordinator import Coordinator
-from rlax_stack.learner.checkpoint import load_checkpoint_critic
 from rlax_stack.learner.learner import Learner
 from rlax_stack.learner.optimizer import OptimizerSettings
 from rlax_stack.learner.precision import resolve_compute_dtype
@@ -29,6 +28,7 @@ from rlax_stack.models.load import LoadedModel, load_model
 from rlax_stack.models.remat import check_offload
 from rlax_stack.objective_rules import resolve_objective
 from rlax_stack.objectives.router import RouterLoss
+from rlax_stack.other_models import load_teacher
 from rlax_stack.pallas_kernels import dispatch
 from rlax_stack.pallas_kernels.decode_work import rows_per_read
 from rlax_stack.pallas_kernels.self_test import check_kernels
@@ -44,7 +44,6 @@ from rlax_stack.rollout.trajectory import scored, text_places
 from rlax_stack.rollout.worker import RolloutWorker
 from rlax_stack.sharding import make_mesh, row_shards
 from rlax_stack.sources import eval_sampling, make_sources, train_sampling
-from rlax_stack.teacher_files import load_teacher
 from rlax_stack.types import Group, Prompt
 
 _PROBES = (
@@ -105,12 +104,8 @@ def load_checked_model(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]
   """
   _check_kernels(config.model.kernels)
   model = load_model(config.model.path)
-  limit, sampled = config.rollout.max_prompt_tokens, _limits(config).context
-  if limit + sampled > model.config.max_context:
-    raise ConfigError(
-      f'config.rollout.max_prompt_tokens + {sampled} tokens after it = {limit + sampled} exceeds the context of '
-      f'{config.model.path}, {model.config.max_context} tokens. Lower one of them.'
-    )
+  check_context(config, model)
+  limit = config.rollout.max_prompt_tokens
   for name, source in prompts.items():
     for prompt in source:
       length = len(model.tokenizer.encode_chat(prompt.messages))
@@ -120,6 +115,16 @@ def load_checked_model(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]
           f'config.rollout.max_prompt_tokens={limit}. Raise it, or drop that prompt.'
         )
   return model
+
+
+def check_context(config: RunConfig, model: LoadedModel) -> None:
+  """Raises ConfigError where prompt and sample together exceed the model's context."""
+  limit, sampled = config.rollout.max_prompt_tokens, _limits(config).context
+  if limit + sampled > model.config.max_context:
+    raise ConfigError(
+      f'config.rollout.max_prompt_tokens + {sampled} tokens after it = {limit + sampled} exceeds the context of '
+      f'{config.model.path}, {model.config.max_context} tokens. Lower one of them.'
+    )
 
 
 def adapter_settings(config: RunConfig) -> AdapterSettings | None:
@@ -216,22 +221,6 @@ def learner_settings(config: RunConfig, compute_dtype: Any) -> LearnerSettings:
   )
 
 
-def warm_start(config: RunConfig, learner: Learner) -> str:
-  """Gives a fresh learner the critic of an earlier run, where the config names one.
-
-  Returns: the path it came from, '' where none is named.
-
-  Raises:
-    CheckpointError: no critic there.
-    ConfigError: one of other shapes.
-  """
-  critic = resolve_objective(config).critic_settings
-  if critic is None or not critic.warm_start:
-    return ''
-  learner.take_critic(load_checkpoint_critic(critic.warm_start), critic.warm_start)
-  return critic.warm_start
-
-
 def _optimizer_settings(config: RunConfig, pretrain_updates: int) -> OptimizerSettings:
   section, rounded = config.learner, config.learner.optimizer_dtype == 'bfloat16'
   return OptimizerSettings(
@@ -252,17 +241,23 @@ def _optimizer_settings(config: RunConfig, pretrain_updates: int) -> OptimizerSe
   )
 
 
-def make_coordinator(config: RunConfig, iterator: PromptIterator) -> Coordinator:
-  """The coordinator over the training prompts."""
+def make_coordinator(
+  config: RunConfig,
+  iterator: PromptIterator,
+  *,
+  num_samples: int = 0,
+  min_sizes: Mapping[str, int] | None = None,
+) -> Coordinator:
+  """The coordinator over the training prompts; with roles, the samples of a group and the least usable ones by role."""
   tags, wanted = resolve_objective(config).tags, _limits(config).history
   return Coordinator(
     iterator.next,
-    group_size=config.rollout.group_size,
+    group_size=num_samples or config.rollout.group_size,
     groups_per_batch=config.rollout.groups_per_step,
     groups_in_flight=config.rollout.groups_in_flight,
     max_staleness=config.fleet.max_staleness,
     lease_timeout_s=config.fleet.lease_timeout_s,
-    min_group_size=2 if 'group' in tags else 1,
+    min_group_size=min_sizes or (2 if 'group' in tags else 1),
     greedy='greedy' in tags,
     max_reward_failure_fraction=config.rewards.max_failure_fraction,
     prompt_state=iterator.get_state,
@@ -325,12 +320,12 @@ def make_worker(config: RunConfig, model: LoadedModel, chain: RewardChain) -> Ro
     score=chain.score,
     sampling=train_sampling(config, model.tokenizer.stop_token_ids),
     strategy=make_strategy(config.rollout.strategy),
-    merge=_merging(config, model),
+    merge=merging(config, model),
     answers=None if drafts == 'none' else AnswerStore(coupled=drafts == 'coupled'),
   )
 
 
-def _merging(config: RunConfig, model: LoadedModel) -> Callable[[Any], Any] | None:
+def merging(config: RunConfig, model: LoadedModel) -> Callable[[Any], Any] | None:
   """Makes the weights to serve of a published adapter; None where whole weights are published."""
   adapter = adapter_settings(config)
   if adapter is None:

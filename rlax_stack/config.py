@@ -162,6 +162,22 @@ class LearnerSection:
 
 
 @_frozen
+class RolesSection:
+  """Who else speaks beside the solver, and which policy it is."""
+
+  kind: str
+  policy: str
+  answers: int
+  verdicts: int
+  max_tokens: int
+  max_prompt_tokens: int
+  weight: float
+  correct_at: float
+  words: tuple[str, ...]
+  template: str
+
+
+@_frozen
 class FleetSection:
   """Where the roles run and how stale a sample may be."""
 
@@ -252,6 +268,8 @@ class RunConfig:
   rollout: RolloutSection
   objective: ObjectiveSection
   learner: LearnerSection
+  roles: RolesSection
+  policies: Mapping[str, Mapping[str, Any]]
   fleet: FleetSection
   checkpoint: CheckpointSection
   eval: EvalSection
@@ -279,6 +297,31 @@ def to_plain(config: Any) -> Any:
   if isinstance(config, tuple | list):
     return [to_plain(value) for value in config]
   return config
+
+
+def overridden(section: Any, changes: Any, path: str) -> Any:
+  """A section with some of its fields changed.
+
+  Args:
+    section: a dataclass of this module.
+    changes: mapping of fields to values, nested as the section is.
+    path: of the changes in the config, for messages.
+
+  Raises:
+    ConfigError: a field that is unknown or of another type.
+  """
+  if not isinstance(changes, ConfigDict | Mapping):
+    raise ConfigError(f'{path} must be a section, got {changes!r}.')
+  kinds = {field.name: field.type for field in dataclasses.fields(section)}
+  changed = {}
+  for name, value in changes.items():
+    if name not in kinds:
+      raise ConfigError(f'unknown field {path}.{name}.{nearest(name, kinds)}')
+    kind, old = kinds[name], getattr(section, name)
+    nested = dataclasses.is_dataclass(kind)
+    within = f'{path}.{name}'
+    changed[name] = overridden(old, value, within) if nested else _value(kind, value, within)
+  return dataclasses.replace(section, **changed)
 
 
 def nearest(name: str, names: Any) -> str:

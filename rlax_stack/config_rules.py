@@ -12,6 +12,8 @@ from rlax_stack.models.adapter import KINDS
 from rlax_stack.models.frozen import PRECISIONS
 from rlax_stack.models.remat import REMAT_POLICIES
 from rlax_stack.objective_rules import filters, objective_problems, resolve_objective
+from rlax_stack.role_config import KINDS as KINDS_OF_ROLES
+from rlax_stack.role_config import role_problems
 from rlax_stack.rollout.strategies import make_strategy
 from rlax_stack.rollout.strategies.independent import Independent
 from rlax_stack.sharding import MESH_AXES
@@ -30,6 +32,7 @@ _CHOICES = {
   'learner.remat': tuple(REMAT_POLICIES),
   'learner.adapter.kind': ('none', *KINDS),
   'learner.adapter.base': tuple(PRECISIONS),
+  'roles.kind': KINDS_OF_ROLES,
   'fleet.runtime': ('local',),
   'rollout.weights': ('same', 'int8', 'fp8', 'int8_dynamic'),
   'rollout.draft_weights': ('none', 'int8', 'fp8', 'int8_dynamic'),
@@ -159,6 +162,7 @@ def _combinations(config: RunConfig) -> Iterator[str]:
     if not 1 <= step <= config.steps:
       yield f'config.profile.steps holds {step}: steps go from 1 to config.steps={config.steps}.'
   yield from _serve_rules(config)
+  yield from role_problems(config, check)
 
 
 def _name_rules(config: RunConfig) -> Iterator[str]:

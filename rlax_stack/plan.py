@@ -26,7 +26,7 @@ from rlax_stack.errors import ConfigError
 from rlax_stack.models.config import ModelConfig
 from rlax_stack.models.load import describe_model
 from rlax_stack.models.shapes import SCHEME, known_shape
-from rlax_stack.plan_of_config import make_plan
+from rlax_stack.plan_of_policies import plan_policies
 from rlax_stack.planning.report import Report
 from rlax_stack.planning.topologies import describe, virtual_devices
 
@@ -55,8 +55,7 @@ def plan(argv: Sequence[str]) -> Report:
   if virtual_devices(name) > 1:
     with contextlib.suppress(RuntimeError):  # jax has its devices already: `describe` counts them
       jax.config.update('jax_num_cpu_devices', virtual_devices(name))
-  teacher = shape_of(config.learner.teacher) if config.learner.teacher else None
-  report = make_plan(config, shape_of(config.model.path), describe(name), teacher)
+  report = plan_policies(config, shape_of, describe(name))
   if values['out'].value:
     report.save(values['out'].value)
   return report

@@ -4,7 +4,7 @@ need.
 
 import dataclasses
 import resource
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -14,36 +14,40 @@ from rlax_stack.learner.precision import resolve_compute_dtype
 from rlax_stack.learner.scoring import weight_shapes
 from rlax_stack.learner.settings import LearnerSettings, check_mixture
 from rlax_stack.models.config import ModelConfig
+from rlax_stack.plan_search import searched_lines
 from rlax_stack.planning import cost_model, learner_programs
 from rlax_stack.planning.cost_model import Lengths
 from rlax_stack.planning.engine_programs import EngineFigures, engine_figures
 from rlax_stack.planning.learner_programs import OutOfMemory, ProgramFigures, Recorded, StateBytes
 from rlax_stack.planning.report import Line, Report, gib, seconds
-from rlax_stack.planning.search import LargestFit, largest_fit
-from rlax_stack.planning.topologies import Topology
+from rlax_stack.planning.topologies import NOTHING_BESIDE, Beside, Topology
 from rlax_stack.rollout import engine
-from rlax_stack.sharding import make_mesh, row_shards
+from rlax_stack.sharding import make_mesh
 
 _COUNTED, _COMPILED, _MODELLED = 'counted', 'compiled', 'modelled, not measured'
 
 
 def make_plan(
-  config: RunConfig, model: ModelConfig, topology: Topology, teacher: ModelConfig | None = None
+  config: RunConfig,
+  model: ModelConfig,
+  topology: Topology,
+  beside: Beside = NOTHING_BESIDE,
+  *,
+  teacher: ModelConfig | None = None,
 ) -> Report:
-  """The plan of a config on a topology.
+  """The plan of a config on a topology; not of its roles (`plan_of_policies`).
 
   Args:
     config: checked by config_rules; its mesh must take all devices.
     model: shape of the model.
     topology: where the learner runs; workers run on single devices of its kind.
+    beside: what is not free of them.
     teacher: shape of the model that config.learner.teacher names.
 
   Raises:
     ConfigError: a mesh that the devices or the model do not divide over.
   """
-  backend = 'cpu' if topology.compiled_for == 'virtual CPU' else 'tpu'
-  dtype = jnp.bfloat16 if config.model.compute_dtype == 'auto' else None
-  dtype = dtype or resolve_compute_dtype(config.model.compute_dtype, backend=backend)
+  dtype = planned_dtype(config, topology)
   settings = assembly.learner_settings(config, dtype)
   mesh = make_mesh(to_plain(config.learner.mesh), topology.devices)
   sizes = assembly.engine_sizes(config, dtype=dtype)
@@ -60,12 +64,13 @@ def make_plan(
     f'{config.name} on {topology.name}: {mesh.size} devices, compiled for {topology.compiled_for}; rows of '
     f'{rows.shape.length} tokens, {rows.micro_batch_rows} at once, {rows.max_micro_batches} times'
   )
+  topology, worker = topology.less(beside.learner), topology.less(beside.worker)
   capacity = topology.kind.hbm_bytes
   try:
     figures = engine_figures(model, sizes, topology.devices[0])
   except OutOfMemory:
     figures = None
-  workers = _engine_lines(config, model, topology, jnp.dtype(dtype).itemsize, figures, frozen)
+  workers = _engine_lines(config, model, worker, jnp.dtype(dtype).itemsize, figures, frozen)
   try:
     train = learner_programs.train_figures(model, settings, mesh, recorded)
     score = learner_programs.score_figures(model, settings, mesh, recorded)
@@ -74,15 +79,23 @@ def make_plan(
     sections = (('memory of a device', _state_lines(held, capacity)), ('rollout', workers))
     summary = _misfit(held, capacity, str(error))
     report = Report(title=title, sections=sections, summary=summary)
-    return _with_engine(report, figures, capacity)
+    return _with_engine(report, figures, worker.kind.hbm_bytes)
   report = _report(title, config, model, settings, topology, held, train, score, taught, workers)
-  report = _with_engine(report, figures, capacity)
+  report = _with_engine(report, figures, worker.kind.hbm_bytes)
   if not (config.plan.search and report.summary['fits']):
     return report
   used = _used(held, train)
-  searched = _searched_lines(config, model, topology, dtype, recorded, used, held.scored)
+  searched = searched_lines(config, model, topology, dtype, recorded, used, held.scored)
   sections = (*report.sections, ('largest that fits, one knob at a time', searched))
   return dataclasses.replace(report, sections=sections)
+
+
+def planned_dtype(config: RunConfig, topology: Topology) -> Any:
+  """What a run there would compute in."""
+  if config.model.compute_dtype == 'auto':
+    return jnp.bfloat16
+  backend = 'cpu' if topology.compiled_for == 'virtual CPU' else 'tpu'
+  return resolve_compute_dtype(config.model.compute_dtype, backend=backend)
 
 
 def _with_engine(report: Report, figures: EngineFigures | None, capacity: float) -> Report:
@@ -324,64 +337,6 @@ def _fleet_lines(
       )
     )
   return tuple(lines)
-
-
-def _searched_lines(
-  config: RunConfig,
-  model: ModelConfig,
-  topology: Topology,
-  dtype: Any,
-  recorded: Recorded,
-  used: float,
-  beside: float,
-) -> tuple[Line, ...]:
-  """The largest micro-batch and the longest rows that fit, one knob at a time."""
-  rollout, rows = config.rollout, assembly.learner_settings(config, dtype).rows
-  whole = rollout.groups_per_step * (
-    rollout.max_prompt_tokens + rollout.group_size * rollout.max_tokens
-  )
-  mesh = to_plain(config.learner.mesh)
-  data_parallel, context = row_shards(mesh), mesh['context']
-
-  def used_by(row_length: int, tokens: int) -> float | None:
-    learner = dataclasses.replace(
-      cast(Any, config.learner),
-      row_length=row_length,
-      micro_batch_tokens=max(tokens, row_length // context),
-    )
-    changed = dataclasses.replace(cast(Any, config), learner=learner)
-    settings = assembly.learner_settings(changed, dtype)
-    devices = make_mesh(to_plain(learner.mesh), topology.devices)
-    try:
-      figures = learner_programs.train_figures(model, settings, devices, recorded)
-    except OutOfMemory:
-      return None
-    return figures.argument_bytes + figures.temporary_bytes + beside
-
-  start = rows.micro_batch_rows // data_parallel * rows.shape.length // context
-  options = {'used': used, 'capacity': topology.kind.hbm_bytes}
-  length = rows.shape.length
-  batch = largest_fit(
-    lambda tokens: used_by(length, tokens),
-    start=start,
-    most=whole // (data_parallel * context),
-    **options,
-  )
-  longest = largest_fit(
-    lambda tokens: used_by(tokens, tokens // context),
-    start=length,
-    most=whole // data_parallel,
-    **options,
-  )
-  return (
-    _found('tokens of a micro-batch on a device', batch),
-    _found('tokens of a row', longest),
-  )
-
-
-def _found(name: str, fit: LargestFit) -> Line:
-  after = 'nothing is left to put in' if fit.next_used is None else f'{2 * fit.value} do not fit'
-  return Line(f'most {name}', f'{fit.value}', f'{_COMPILED}: {gib(fit.used)}; {after}')
 
 
 def _cure(held: StateBytes, capacity: float) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from rlax_stack.evaluation import Evaluation, evaluate_groups
 from rlax_stack.fleet.coordinator import Coordinator
 from rlax_stack.fleet.parameter_server import ParameterServer
 from rlax_stack.learner.checkpoint import Checkpointer
+from rlax_stack.learner.joint_learner import JointLearner, JointMetrics
 from rlax_stack.learner.learner import Learner
 from rlax_stack.learner.step_clock import StepMetrics
 from rlax_stack.observe import metric_names as names
@@ -40,10 +41,11 @@ class LoopParts:
   `warm_up()` compiles the engine's programs; `evaluate()` samples and scores the held-out prompts
   with the newest published weights; `score_seconds()` is what the worker spent on verdicts so far;
   `engine_figures()` are metrics of the engine since it was last asked; `utilisation(packed, seconds)`
-  are those of the learner's devices, which worked so long on a batch.
+  are those of the learner's devices, which worked so long on a batch. `roles` says which policy plays a role, '' being
+  the first of both.
   """
 
-  learner: Learner
+  learner: Learner | JointLearner
   coordinator: Coordinator
   parameter_server: ParameterServer
   checkpointer: Checkpointer
@@ -58,6 +60,7 @@ class LoopParts:
   utilisation: Callable[[Mapping[str, float], float], dict[str, float]]
   traces: StepTraces
   stop_requested: Callable[[], bool]
+  roles: Mapping[str, str] = dataclasses.field(default_factory=lambda: {'': ''})
 
 
 @dataclasses.dataclass
@@ -120,10 +123,7 @@ class TrainLoop:
     if not groups:
       return False
     trained = self._train(groups)
-    if trained['train/skipped_in_row']:
-      parts.coordinator.mark_filtered(groups)
-    else:
-      parts.coordinator.mark_trained(groups)
+    self._end(groups, trained)
     with split.measure('publish'):
       self._publish()
     step = parts.learner.version
@@ -138,6 +138,19 @@ class TrainLoop:
         self.save()
     return True
 
+  def _end(self, groups: Sequence[Group], trained: Mapping[str, float]) -> None:
+    """Tells the coordinator what was trained on: the groups of a role end before the one that they came of."""
+    roles, coordinator = self._parts.roles, self._parts.coordinator
+    skipped = {
+      role for role, policy in roles.items() if trained[_train_name('skipped_in_row', policy)]
+    }
+    others = [other for group in groups for other in group.others]
+    for part in (others, groups):
+      if lost := [group for group in part if group.role in skipped]:
+        coordinator.mark_filtered(lost)
+      if kept := [group for group in part if group.role not in skipped]:
+        coordinator.mark_trained(kept)
+
   def _train(self, groups: Sequence[Group]) -> dict[str, float]:
     """Metrics of training on a batch; splits its time."""
     split = self._split
@@ -150,9 +163,10 @@ class TrainLoop:
       split.move('train', name, seconds.get(name, 0.0))
     worked_s = seconds['train'] + seconds.get('log_probs', 0.0)
     used = self._parts.utilisation(metrics, worked_s)
-    return {f'train/{name}': value for name, value in metrics.items()} | used
+    # The names of other policies begin with theirs.
+    return {n if '/' in n else f'train/{n}': value for n, value in metrics.items()} | used
 
-  def _prepare_next(self, step: StepMetrics) -> None:
+  def _prepare_next(self, step: StepMetrics | JointMetrics) -> None:
     """Packs the batch after this one while the devices work, if it is there before they are done."""
     parts, version = self._parts, self._parts.learner.version
     while self._config.fleet.max_staleness and version < self._config.steps:
@@ -197,7 +211,8 @@ class TrainLoop:
     parts = self._parts
     self._split_scoring()
     lap = self._split.lap()
-    values = batch_metrics(groups, lap.total_s) | trained | parts.coordinator.metrics()
+    values = batch_metrics(groups, lap.total_s) | role_metrics(groups)
+    values |= trained | parts.coordinator.metrics()
     values |= parts.engine_figures()
     values[names.STALENESS] = values['fleet/staleness_mean']
     values[names.STEP_TIME_S] = lap.total_s
@@ -207,7 +222,7 @@ class TrainLoop:
     values['perf/compilations'] = float(self._count_compilations(step))
     parts.metrics.write(step, values)
     parts.progress.update(step, values)
-    parts.rollouts.write(step, groups)
+    parts.rollouts.write(step, [group for visit in groups for group in visit.of_all_roles])
 
   def _split_scoring(self) -> None:
     """Takes the worker's scoring time out of the time that the learner waited for a batch."""
@@ -276,6 +291,23 @@ def batch_metrics(groups: Sequence[Group], seconds: float) -> dict[str, float]:
     for name, part in (trajectory.reward.parts if trajectory.reward else {}).items():
       parts.setdefault(name, []).append(part)
   return values | {f'reward/{name}': sum(part) / len(part) for name, part in parts.items()}
+
+
+def role_metrics(groups: Sequence[Group]) -> dict[str, float]:
+  """Rewards and lengths of the other roles' samples of a batch, under `<role>/`; none where there is one role."""
+  by_role: dict[str, list[Group]] = {}
+  for other in (other for group in groups for other in group.others):
+    by_role.setdefault(other.role, []).append(other)
+  return {
+    f'{role}/{name}': value
+    for role, part in by_role.items()
+    for name, value in batch_metrics(part, 0.0).items()
+    if name != names.TOKENS_PER_S
+  }
+
+
+def _train_name(name: str, policy: str) -> str:
+  return f'{policy}/train/{name}' if policy else f'train/{name}'
 
 
 def _is_flat(group: Group) -> bool:

@@ -132,6 +132,8 @@ class Trajectory:
 
   `experts_t` [T, L, k] holds the experts of each layer that a token went through on its way to the next one, as they
   were first chosen; -1 where nothing is known, as for the last token.
+
+  A sample of another role than the one that the prompt was given to has its `role` and what it was `asked`.
   """
 
   group_id: int
@@ -152,6 +154,8 @@ class Trajectory:
   branch: Branch | None = None  # None: drawn from the prompt on
   kept_ids_t: np.ndarray | None = None  # int32 [T, K], None where no sets were recorded
   experts_t: np.ndarray | None = None  # int16 [T, L, k], None where no experts were recorded
+  role: str = ''  # who it is a sample of, where several roles take part
+  asked: Prompt | None = None  # None: the group's prompt
 
   @property
   def trajectory_id(self) -> str:
@@ -209,6 +213,9 @@ class Group:
 
   Ragged: the number of trajectories differs between groups. `greedy` was drawn beside them at
   temperature 0 where the objective compares with it; it is scored and never trained on.
+
+  Where several roles take part, `others` are the groups that came of this one, each with its `role` and prompt: they
+  were leased and delivered with it, and share its group id.
   """
 
   group_id: int
@@ -216,6 +223,13 @@ class Group:
   prompt_tokens: np.ndarray  # int32 [P]
   trajectories: tuple[Trajectory, ...]
   greedy: Trajectory | None = None
+  role: str = ''
+  others: tuple['Group', ...] = ()
+
+  @property
+  def of_all_roles(self) -> tuple['Group', ...]:
+    """This group and those that came of it."""
+    return (self, *self.others)
 
 
 class PackedBatch(NamedTuple):

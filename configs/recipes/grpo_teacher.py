@@ -17,5 +17,7 @@ def get_config():
   config.objective.trust_region = 'ppo_clip(delta_low=0.2, delta_high=0.2)'
   config.objective.regularisers = ('kl_teacher(coef=0.002, estimator="k2")',)
   config.objective.aggregation = 'token_mean'
-  config.learner.teacher = config.model.path  # the starting weights, until a stronger model is named
+  config.learner.teacher = (
+    config.model.path
+  )  # the starting weights, until a stronger model is named
   return config

@@ -18,5 +18,7 @@ def get_config():
   config.objective.trust_region = 'none'
   config.objective.aggregation = 'token_mean'
   config.rollout.group_size = 4
-  config.learner.teacher = config.model.path  # the starting weights, until a stronger model is named
+  config.learner.teacher = (
+    config.model.path
+  )  # the starting weights, until a stronger model is named
   return config

@@ -41,7 +41,7 @@ class Coordinator:
     groups_per_batch: int,
     max_staleness: int,
     lease_timeout_s: float,
-    min_group_size: int = 2,
+    min_group_size: int | Mapping[str, int] = 2,
     groups_in_flight: int = 0,
     greedy: bool = False,
     max_attempts: int = 5,
@@ -62,7 +62,7 @@ class Coordinator:
       max_staleness: in versions; 0 is strictly on-policy.
       lease_timeout_s: a lease not extended for so long is given to another worker.
       groups_in_flight: groups leased or ready at most; 0 admits all that `max_staleness` does.
-      min_group_size: a group with fewer usable samples is dropped whole.
+      min_group_size: a group with fewer usable samples is dropped whole; by role where there are several.
       greedy: every group has one sample more, at temperature 0, as `Group.greedy`; without it a group is dropped.
       max_attempts: leases of one group that may fail before it is dropped.
       max_reward_failure_fraction: of the last `reward_failure_window` verdicts; more stops the run.
@@ -377,9 +377,7 @@ class Coordinator:
   def _take(self, group_ids: list[int], version: int) -> list[Group]:
     groups = self._table.take(group_ids)
     self._batch_taken = True
-    self._batch_staleness = [
-      version - t.oldest_version for group in groups for t in group.trajectories
-    ]
+    self._batch_staleness = [version - t.oldest_version for t in delivery.all_trajectories(groups)]
     self._max_staleness_seen = max(self._max_staleness_seen, *self._batch_staleness)
     self._changed.notify_all()
     return groups

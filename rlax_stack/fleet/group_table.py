@@ -39,23 +39,24 @@ class GroupTable:
     self,
     *,
     group_size: int,
-    min_group_size: int,
+    min_group_size: int | Mapping[str, int],
     max_staleness: int,
     max_attempts: int,
     lease_timeout_s: float,
     greedy: bool = False,
     history: Any = None,
   ):
-    if min(min_group_size, max_attempts) < 1 or lease_timeout_s <= 0:
+    sizes = min_group_size if isinstance(min_group_size, Mapping) else {'': min_group_size}
+    if min(*sizes.values(), max_attempts) < 1 or lease_timeout_s <= 0:
       raise ValueError(
         'min_group_size, max_attempts and lease_timeout_s must be positive, '
         f'got {min_group_size=}, {max_attempts=}, {lease_timeout_s=}.'
       )
-    if group_size < min_group_size:
+    if group_size < sum(sizes.values()):
       raise ValueError(
         f'group_size must be at least min_group_size, got {group_size=} and {min_group_size=}.'
       )
-    self._group_size, self._min_group_size = group_size, min_group_size
+    self._group_size, self._min_sizes = group_size, dict(sizes)
     self._max_staleness, self._max_attempts = max_staleness, max_attempts
     self._lease_timeout_s, self._greedy = lease_timeout_s, greedy
     self._history = history
@@ -135,16 +136,17 @@ class GroupTable:
       self.ledger.deliver(group_id, trajectory.sample_index, attempt=lease.attempt)
     samples = [t for t in trajectories if t.sample_index < self._group_size]
     greedy = next((t for t in trajectories if t.sample_index >= self._group_size), None)
-    usable = [t for t in samples if delivery.is_usable(t)]
-    if len(usable) < self._min_group_size:
+    group = delivery.make_group(group_id, record.prompt, samples, self._min_sizes, greedy)
+    if group is None:
       self.drop(group_id, Outcome.DROPPED_FAILED, 'too_few_usable')
       return
     if greedy is not None and not delivery.is_usable(greedy):
       self.drop(group_id, Outcome.DROPPED_FAILED, 'no_baseline')
       return
+    usable = delivery.all_trajectories([group])
     for index in {t.sample_index for t in samples} - {t.sample_index for t in usable}:
       self.ledger.finish(group_id, index, Outcome.DROPPED_FAILED)
-    self._groups[group_id] = delivery.make_group(group_id, record.prompt, usable, greedy)
+    self._groups[group_id] = group
     record.last_version = min(t.oldest_version for t in usable) + self._max_staleness
     record.status = READY
     self.ready.append(group_id)
@@ -201,20 +203,26 @@ class GroupTable:
     return self.look_at(group_ids)
 
   def end_taken(self, groups: Sequence[Group], outcome: Outcome) -> None:
-    """Ends groups that were taken; FleetError, and no change, where one was not."""
-    ids = [group.group_id for group in groups]
-    wrong = [i for i in ids if i not in self._records or self._records[i].status != TAKEN]
+    """Ends groups that were taken; FleetError, and no change, where one was not.
+
+    Groups of another role than the first end alone; what is left of a lease ends with the group that it was for.
+    """
+    ids = [group.group_id for group in groups if not group.role]
+    given = [group.group_id for group in groups]
+    wrong = [i for i in given if i not in self._records or self._records[i].status != TAKEN]
     if wrong or len(set(ids)) < len(ids):
       raise FleetError(
         f'Groups {wrong or ids} are not with the learner; they cannot end as {outcome}.'
       )
+    for trajectory in (t for group in groups if group.role for t in group.trajectories):
+      self.ledger.finish(trajectory.group_id, trajectory.sample_index, outcome)
     for group_id in ids:
       self._forget(group_id)
       if self._greedy and outcome == Outcome.TRAINED:
         self.ledger.finish(group_id, self._group_size, Outcome.BASELINE)
       self.ledger.finish_group(group_id, outcome)
     if self._history is not None and outcome == Outcome.TRAINED:
-      self._history.keep(groups)
+      self._history.keep([group for group in groups if not group.role])
 
   def check(self) -> None:
     """Raises FleetError where the ledger does not close or knows other groups than the table."""

@@ -28,11 +28,15 @@ _MEETING_S = 300.0  # for the other processes, where there are any
 _FORMAT = 1  # unchanged by critics: a checkpoint without one is what it always was
 
 
+# Of a run of several policies: the state of each by its name, '' for the first.
+States = LearnerState | Mapping[str, LearnerState]
+
+
 class Restored(NamedTuple):
   """What `Checkpointer.restore_latest` found."""
 
   step: int
-  state: LearnerState
+  state: Any  # as the target given: a LearnerState, or several by policy
   extras: dict[str, Any]
 
 
@@ -65,14 +69,15 @@ class Checkpointer:
     )
     return ocp.CheckpointManager(self._directory, options=options)
 
-  def warm_up(self, state: LearnerState) -> None:
+  def warm_up(self, state: States) -> None:
     """Compiles what `save` runs on the devices, so that no later step waits for it."""
-    jax.block_until_ready((_copy(state), _word_sums(jax.tree.leaves(state))))
-    if (average := schedule_free_state(state.opt_state)) is not None:
-      published = _averaged(average, state.params)
-      jax.block_until_ready(_word_sums(jax.tree.leaves(published)))
+    for one in _by_policy(state).values():
+      jax.block_until_ready((_copy(one), _word_sums(jax.tree.leaves(one))))
+      if (average := schedule_free_state(one.opt_state)) is not None:
+        published = _averaged(average, one.params)
+        jax.block_until_ready(_word_sums(jax.tree.leaves(published)))
 
-  def save(self, step: int, state: LearnerState, extras: Mapping[str, Any]) -> None:
+  def save(self, step: int, state: States, extras: Mapping[str, Any]) -> None:
     """Commits `state` and `extras` as `step`, together or not at all.
 
     Waits for the save before it, then blocks for one copy of the state at most; the state may be
@@ -80,7 +85,7 @@ class Checkpointer:
 
     Args:
       step: larger than every step saved before.
-      state: arrays, sharded in any way.
+      state: arrays, sharded in any way; those of several policies by name are one commit too.
       extras: JSON values: version, prompt iterator, ledger, random state, metrics position.
 
     Raises:
@@ -89,20 +94,20 @@ class Checkpointer:
     self.wait()
     if step in self._manager.all_steps():
       return
-    copy = _copy(state)
-    document = {'format': _FORMAT, 'checksums': _checksums(copy), 'extras': dict(extras)}
-    items = {
-      'params': ocp.args.StandardSave(copy.params),
-      'rest': ocp.args.StandardSave(_rest(copy)),
-      'document': ocp.args.JsonSave(document),
-    }
-    if copy.critic:
-      items['critic'] = ocp.args.StandardSave(copy.critic)
-    average = schedule_free_state(copy.opt_state)
-    if average is not None:  # what others read in the place of the parameters
-      published = _averaged(average, copy.params)
-      items['published'] = ocp.args.StandardSave(published)
-      document['published_checksums'] = _checksums(published)
+    document: dict[str, Any] = {'format': _FORMAT, 'extras': dict(extras)}
+    items: dict[str, Any] = {'document': ocp.args.JsonSave(document)}
+    for policy, one in _by_policy(state).items():
+      copy, prefix = _copy(one), _prefix(policy)
+      document[f'{prefix}checksums'] = _checksums(copy)
+      items[f'{prefix}params'] = ocp.args.StandardSave(copy.params)
+      items[f'{prefix}rest'] = ocp.args.StandardSave(_rest(copy))
+      if copy.critic:
+        items[f'{prefix}critic'] = ocp.args.StandardSave(copy.critic)
+      average = schedule_free_state(copy.opt_state)
+      if average is not None:  # what others read in the place of the parameters
+        published = _averaged(average, copy.params)
+        items[f'{prefix}published'] = ocp.args.StandardSave(published)
+        document[f'{prefix}published_checksums'] = _checksums(published)
     try:
       self._manager.save(step, args=ocp.args.Composite(**items), force=True)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
@@ -122,14 +127,15 @@ class Checkpointer:
     """Committed steps, oldest first."""
     return sorted(self._manager.all_steps())
 
-  def restore_latest(self, target: LearnerState) -> Restored | None:
+  def restore_latest(self, target: States) -> Restored | None:
     """The newest step that is whole, or None where nothing was ever committed.
 
     A step that cannot be read, or whose checksums do not match, is logged as an error, moved to
     `<directory>-damaged`, and the one before it is tried.
 
     Args:
-      target: shapes, dtypes and shardings to restore into (`Learner.abstract_state()`).
+      target: shapes, dtypes and shardings to restore into (`Learner.abstract_state()`), by policy where there are
+        several.
 
     Raises:
       CheckpointError: there are steps and none can be restored.
@@ -160,26 +166,36 @@ class Checkpointer:
     self.wait()
     self._manager.close()
 
-  def _restore(self, step: int, target: LearnerState) -> Restored:
-    items = {
-      'params': ocp.args.StandardRestore(target.params),
-      'rest': ocp.args.StandardRestore(_rest(target)),
-      'document': ocp.args.JsonRestore(),
-    }
-    if (self._directory / str(step) / 'critic').exists() != bool(target.critic):
-      has, wants = ('no critic', 'one') if target.critic else ('a critic', 'none')
-      raise CheckpointError(f'it has {has} and this run has {wants}: see config.objective.critic')
-    if target.critic:
-      items['critic'] = ocp.args.StandardRestore(target.critic)
+  def _restore(self, step: int, target: States) -> Restored:
+    folder, targets = self._directory / str(step), _by_policy(target)
+    saved = {p.name.rpartition('.')[0] for p in folder.iterdir() if p.name.endswith('params')}
+    if saved != set(targets):
+      raise CheckpointError(
+        f'it holds the policies {sorted(saved)} and this run has {sorted(targets)}: see config.policies'
+      )
+    items: dict[str, Any] = {'document': ocp.args.JsonRestore()}
+    for policy, one in targets.items():
+      prefix = _prefix(policy)
+      items[f'{prefix}params'] = ocp.args.StandardRestore(one.params)
+      items[f'{prefix}rest'] = ocp.args.StandardRestore(_rest(one))
+      if (folder / f'{prefix}critic').exists() != bool(one.critic):
+        has, wants = ('no critic', 'one') if one.critic else ('a critic', 'none')
+        raise CheckpointError(f'it has {has} and this run has {wants}: see config.objective.critic')
+      if one.critic:
+        items[f'{prefix}critic'] = ocp.args.StandardRestore(one.critic)
     found = self._manager.restore(step, args=ocp.args.Composite(**items))
-    document, rest = found['document'], found['rest']
+    document, states = found['document'], {}
     if document['format'] != _FORMAT:
       raise CheckpointError(f'format {document["format"]} is not {_FORMAT}')
-    critic = found['critic'] if target.critic else {}
-    state = LearnerState(params=found['params'], critic=critic, **rest)
-    if _checksums(state) != document['checksums']:
-      raise CheckpointError('checksums do not match: the files were damaged')
-    return Restored(step, state, document['extras'])
+    for policy, one in targets.items():
+      prefix = _prefix(policy)
+      critic = found[f'{prefix}critic'] if one.critic else {}
+      state = LearnerState(params=found[f'{prefix}params'], critic=critic, **found[f'{prefix}rest'])
+      if _checksums(state) != document[f'{prefix}checksums']:
+        raise CheckpointError('checksums do not match: the files were damaged')
+      states[policy] = state
+    single = states[''] if isinstance(target, LearnerState) else states
+    return Restored(step, single, document['extras'])
 
   def _set_aside(self, steps: list[int]) -> None:
     """Moves damaged steps out of the way, so that their numbers can be saved again."""
@@ -197,7 +213,9 @@ class Checkpointer:
     self._manager = self._open()
 
 
-def load_checkpoint_params(directory: str | pathlib.Path, step: int | None = None) -> Any:
+def load_checkpoint_params(
+  directory: str | pathlib.Path, step: int | None = None, policy: str = ''
+) -> Any:
   """The parameters of a committed step as numpy arrays, without optimizer state or a model at hand.
 
   Of a schedule-free run they are the average that it publishes.
@@ -205,16 +223,19 @@ def load_checkpoint_params(directory: str | pathlib.Path, step: int | None = Non
   Args:
     directory: the directory of a `Checkpointer`.
     step: the newest when None.
+    policy: of a run of several, '' for the first.
 
   Raises:
-    CheckpointError: no such directory or step, or one that cannot be read.
+    CheckpointError: no such directory, step or policy, or one that cannot be read.
   """
-  commit = _commit(pathlib.Path(directory).absolute(), step)
-  published = (commit / 'published').is_dir()
+  commit, prefix = _commit(pathlib.Path(directory).absolute(), step), _prefix(policy)
+  if not (commit / f'{prefix}params').is_dir():
+    raise CheckpointError(f'{commit} has no policy {policy!r}. See config.policies of its run.')
+  published = (commit / f'{prefix}published').is_dir()
   try:
-    params = _read_numpy(commit / ('published' if published else 'params'))
+    params = _read_numpy(commit / (prefix + ('published' if published else 'params')))
     document = json.loads((commit / 'document' / 'metadata').read_text())
-    checksums = document['published_checksums' if published else 'checksums']
+    checksums = document[prefix + ('published_checksums' if published else 'checksums')]
   except Exception as error:  # tensorstore, json and orbax raise whatever the damage makes them
     raise CheckpointError(f'{commit} cannot be read: {error}') from error
   # The parameters are the first field of the state, so their checksums come first.
@@ -292,6 +313,15 @@ def _read_numpy(item: pathlib.Path) -> Any:
 
 def _is_metadata(value: Any) -> bool:
   return hasattr(value, 'shape')
+
+
+def _by_policy(state: States) -> dict[str, LearnerState]:
+  return {'': state} if isinstance(state, LearnerState) else dict(state)
+
+
+def _prefix(policy: str) -> str:
+  """Of a policy's items: those of the first have their bare names."""
+  return f'{policy}.' if policy else ''
 
 
 def _rest(state: LearnerState) -> dict[str, Any]:

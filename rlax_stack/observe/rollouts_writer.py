@@ -78,7 +78,8 @@ def rollout_record(
   prompt = '\n'.join(f'{message.role}: {message.content}' for message in group.prompt.messages)
   cut = max(0, len(prompt) - max_text_chars) + max(0, len(trajectory.text) - max_text_chars)
   reward = trajectory.reward
-  return {
+  role = {'role': trajectory.role} if trajectory.role else {}
+  return role | {
     'step': step,
     'trajectory_id': trajectory.trajectory_id,
     'prompt_id': trajectory.prompt_id,

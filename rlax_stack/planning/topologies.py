@@ -7,7 +7,7 @@ marked so.
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -74,6 +74,21 @@ class Topology:
   kind: DeviceKind
   devices: tuple[Any, ...]
   compiled_for: str
+
+  def less(self, taken: float) -> 'Topology':
+    """The same with so many bytes less on every device."""
+    kind = dataclasses.replace(self.kind, hbm_bytes=self.kind.hbm_bytes - taken)
+    return dataclasses.replace(self, kind=kind)
+
+
+class Beside(NamedTuple):
+  """What other policies hold of a device, in bytes: of the learner's, and of a worker's."""
+
+  learner: float = 0.0
+  worker: float = 0.0
+
+
+NOTHING_BESIDE = Beside()
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -16,7 +16,7 @@ class GenerationRequest:
   """One sample to draw. (group_id, sample_index) identifies it and, unless `rng_group_id` is given, its randomness.
 
   With `rng_group_id` the random numbers are those of (rng_group_id, sample_index): the same sample can be drawn again
-  under another identity.
+  under another identity. `policy` names who draws it where a worker has several (joint_scheduler.py), '' the first.
   """
 
   group_id: int
@@ -28,6 +28,7 @@ class GenerationRequest:
   )
   rng_group_id: int | None = None
   attention_distance: int = 0  # above 0 the sample comes with attention_t of tokens so far apart
+  policy: str = ''
 
   @property
   def identity(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import concurrent.futures
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from absl import logging
 
 from rlax_stack.errors import FleetError, StaleLeaseError
 from rlax_stack.rollout.answer_store import AnswerStore
+from rlax_stack.rollout.joint_scheduler import JointScheduler
 from rlax_stack.rollout.requests import FinishedSample, GenerationRequest
 from rlax_stack.rollout.scheduler import Scheduler
 from rlax_stack.rollout.strategies.independent import Independent
@@ -82,6 +83,7 @@ class RolloutWorker:
     sampling: of every sample; without stop_token_ids it takes the tokenizer's.
     strategy: how the samples of a group are drawn.
     merge: makes a model's weights of what is published; None where those are published.
+    tokenizers: of the roles whose policy has another one than `tokenizer`.
     answers: drafts of samples and their randomness, None for none; only where a sample is one request.
     worker_id: name in leases and logs.
     extend_every_s: heartbeat of leases, well below the lease timeout.
@@ -89,13 +91,14 @@ class RolloutWorker:
 
   def __init__(
     self,
-    scheduler: Scheduler,
+    scheduler: Scheduler | JointScheduler,
     *,
     tokenizer: ChatTokenizer,
     score: ScoreFunction,
     sampling: SamplingParams,
     strategy: Strategy | None = None,
     merge: Callable[[Any], Any] | None = None,
+    tokenizers: Mapping[str, ChatTokenizer] | None = None,
     answers: AnswerStore | None = None,
     worker_id: str = 'rollout-0',
     extend_every_s: float = 10.0,
@@ -104,6 +107,7 @@ class RolloutWorker:
       sampling = dataclasses.replace(sampling, stop_token_ids=tuple(tokenizer.stop_token_ids))
     self._scheduler, self._tokenizer, self._score = scheduler, tokenizer, score
     self._sampling, self._worker_id = sampling, worker_id
+    self._tokenizers = dict(tokenizers or {})
     self._strategy = Independent() if strategy is None else strategy
     self._answers, self._merge = answers, merge
     self._greedy = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -116,7 +120,7 @@ class RolloutWorker:
     self.stats, self._told = WorkerStats(), (0, 0, 0, 0.0, 0, 0)
 
   @property
-  def scheduler(self) -> Scheduler:
+  def scheduler(self) -> Scheduler | JointScheduler:
     """For reading its counters."""
     return self._scheduler
 
@@ -293,12 +297,15 @@ class RolloutWorker:
   def _trajectories(self, group: _Open) -> list[Trajectory]:
     start = time.perf_counter()
     drawn = sorted(group.trajectories, key=lambda trajectory: trajectory.sample_index)
-    texts = [self._tokenizer.decode(t.tokens[text_places(t)].tolist()) for t in drawn]
+    decoders = [self._tokenizers.get(t.role, self._tokenizer).decode for t in drawn]
+    texts = [
+      decode(t.tokens[text_places(t)].tolist()) for t, decode in zip(drawn, decoders, strict=True)
+    ]
     rewards = self._score(texts, [group.lease.prompt] * len(texts))
     self.stats.score_s += time.perf_counter() - start
     return [
-      scored(trajectory, text, reward, self._tokenizer.decode)
-      for trajectory, text, reward in zip(drawn, texts, rewards, strict=True)
+      scored(trajectory, text, reward, decode)
+      for trajectory, text, reward, decode in zip(drawn, texts, rewards, decoders, strict=True)
     ]
 
   def _deliver_scored(self, coordinator: Any) -> None:

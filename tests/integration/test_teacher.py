@@ -8,7 +8,7 @@ import pytest
 
 from rlax_stack import assembly, command_line
 from rlax_stack.errors import ConfigError
-from rlax_stack.teacher_files import load_teacher
+from rlax_stack.other_models import load_teacher
 
 _BOXES = (
   '--config.objective.advantage=teacher',

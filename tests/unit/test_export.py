@@ -45,7 +45,8 @@ def model(monkeypatch):
 def checkpoint(monkeypatch, model):
   asked = []
 
-  def load(path, load_model_params, step=None):
+  def load(path, load_model_params, step=None, policy=''):
+    assert not policy
     asked.append((path, step))
     return model
 

@@ -197,7 +197,7 @@ def test_what_is_only_scored_is_counted():
   figures = learner_programs.teacher_figures(teacher, _TINY, settings, mesh)
   own = learner_programs.score_figures(_TINY, settings, mesh)
   assert own.flops < figures.flops < 2 * own.flops
-  made = make_plan(config, _TINY, _topology(), teacher)
+  made = make_plan(config, _TINY, _topology(), teacher=teacher)
   names = {line.name for _, section in made.sections for line in section}
   assert {'anchor and teacher', 'scoring by the teacher'} <= names
 

@@ -47,7 +47,7 @@ def test_malformed_prompt_is_refused(value):
 def test_delivery_makes_a_group_in_order_of_index(lease, make_group):
   trajectories = make_group(lease)[::-1]
   delivery.check_delivery(lease.group_id, 3, trajectories)
-  group = delivery.make_group(lease.group_id, lease.prompt, trajectories)
+  group = delivery.make_group(lease.group_id, lease.prompt, trajectories, {'': 3})
   assert [t.sample_index for t in group.trajectories] == [0, 1, 2]
   np.testing.assert_array_equal(group.prompt_tokens, [7, 8])
   assert group.prompt_tokens.dtype == np.int32

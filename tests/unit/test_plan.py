@@ -251,7 +251,7 @@ def test_the_command_saves_its_report(tmp_path):
 
 
 def test_the_largest_rows_that_fit_are_searched():
-  """Compiled once more for each knob: twice the tokens do not fit in a little more memory than is used."""
+  """`searched_lines`, compiled once more for each knob: twice the tokens need more than the little that is free."""
   config = _config(plan__search=True, learner__micro_batch_tokens=128, learner__row_length=128)
   model = dataclasses.replace(_TINY, vocab_size=64)
   settings = assembly.learner_settings(config, jnp.float32)

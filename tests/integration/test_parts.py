@@ -21,7 +21,6 @@ from rlax_stack.observe.rollouts_writer import RolloutsWriter
 from rlax_stack.profiling import StepTraces, make_utilisation
 from rlax_stack.rollout.requests import GenerationRequest
 from rlax_stack.rollout.trajectory import make_trajectory
-from rlax_stack.teacher_files import load_teacher
 from rlax_stack.train_loop import Account, LoopParts, TrainLoop, account_from, batch_metrics
 from rlax_stack.types import Group
 
@@ -376,36 +375,3 @@ def test_batch_metrics_by_hand(loop_run):
   assert values['perf/tokens_per_s'] == pytest.approx(sum(lengths) / 2.0)
   assert values['rollout/several_versions'] == 0  # on-policy
   assert threading.active_count() < 20
-
-
-@pytest.mark.slow
-def test_a_run_learns_from_a_teacher(config, model, tmp_path):
-  objective = dataclasses.replace(
-    config.objective,
-    advantage='teacher',
-    trust_region='none',
-    regularisers=('kl_teacher(coef=0.1)',),
-  )
-  learner = dataclasses.replace(config.learner, teacher=config.model.path)
-  taught = dataclasses.replace(config, objective=objective, learner=learner)
-  run_loop(taught, model, tmp_path)
-  lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
-  found = [line['train/kl_teacher'] for line in lines if 'train/kl_teacher' in line]
-  assert len(found) == STEPS
-  # At first the policy is the teacher, whose advantages are no more than what sampler and learner differ by.
-  assert abs(found[0]) < 1e-6 and all(np.isfinite(found))
-
-
-def test_a_teacher_of_other_tokens_is_refused(config, model):
-  learner = dataclasses.replace(config.learner, teacher=config.model.path)
-  taught = dataclasses.replace(config, learner=learner)
-  found = load_teacher(taught, model)
-  assert found is not None and found.config == model.config
-  assert load_teacher(config, model) is None
-
-  class OneMore:
-    def encode(self, text):
-      return np.append(model.tokenizer.encode(text), 1)
-
-  with pytest.raises(ConfigError, match="reads 'Solve 12 .* as other tokens than"):
-    load_teacher(taught, dataclasses.replace(model, tokenizer=OneMore()))

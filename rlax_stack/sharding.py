@@ -7,12 +7,14 @@ Invariant: a spec uses every mesh axis at most once, and every dimension divides
 the axes that it is split over.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -56,10 +58,12 @@ def make_mesh(
     devices: the devices to use; all of `jax.devices()` when None.
 
   Returns:
-    A mesh with axes ('data', 'fsdp', 'tensor', 'context', 'expert'), all of type Auto.
+    A mesh with axes ('data', 'fsdp', 'tensor', 'context', 'expert'), all of type Auto. Where the devices
+    are of several slices, `data` runs over the slices first, so that it alone uses the network between them.
 
   Raises:
-    ConfigError: an unknown axis, or a product of sizes other than the number of devices.
+    ConfigError: an unknown axis, a product of sizes other than the number of devices, or TPU slices over
+      which `data` does not divide.
   """
   if not isinstance(shape, MeshShape):
     unknown = sorted(set(shape) - set(MESH_AXES))
@@ -79,12 +83,41 @@ def make_mesh(
       f'the mesh needs {arithmetic} = {wanted} devices, but there are {len(found)}. {cure}.'
     )
   types = (AxisType.Auto,) * len(MESH_AXES)
+  over_slices = _over_slices(shape, found)
+  if over_slices is not None:
+    return Mesh(over_slices, MESH_AXES, axis_types=types)
   try:
     return jax.make_mesh(shape.sizes, MESH_AXES, axis_types=types, devices=found)
   except NotImplementedError:
     # An axis that is a part of one of the torus: its rings do not close, and nothing else would fit.
     placed = mesh_utils.create_device_mesh(shape.sizes, found, allow_split_physical_axes=True)
     return Mesh(placed, MESH_AXES, axis_types=types)
+
+
+def _over_slices(shape: MeshShape, devices: Sequence[Any]) -> Any:
+  """Devices of several slices laid out with whole slices along `data`; None where there is one slice.
+
+  Nodes of GPUs over which `data` does not divide are laid out one after another: their network serves any axis.
+  """
+  held = collections.Counter(getattr(device, 'slice_index', 0) for device in devices)
+  slices = len(held)
+  if slices == 1:
+    return None
+  if shape.data % slices or len(set(held.values())) > 1:
+    if devices[0].platform != 'tpu':
+      in_order = sorted(devices, key=lambda device: (device.slice_index, device.id))
+      return np.array(in_order).reshape(shape.sizes)
+    counts = ' + '.join(str(held[index]) for index in sorted(held))
+    raise ConfigError(
+      f'the devices are of {slices} TPU slices ({counts}), and data {shape.data} is the axis that may lie over '
+      f'several: it must be a multiple of {slices}, and slices of one size. Set '
+      f'config.learner.mesh.data to a multiple of {slices}.'
+    )
+  within = (shape.data // slices, *shape.sizes[1:])
+  across = (slices, *(1 for _ in within[1:]))
+  return mesh_utils.create_hybrid_device_mesh(
+    within, across, devices, allow_split_physical_axes=True
+  )
 
 
 @dataclasses.dataclass(frozen=True)

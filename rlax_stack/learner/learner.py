@@ -189,6 +189,7 @@ class Learner:
     critic = self._state.critic | {'params': critics.taken_over(found, fresh, source)}
     self._state = self._state._replace(critic=critic)
 
+  @multihost.naming_who_is_gone()
   def train(self, groups: Sequence[Group]) -> StepMetrics:
     """Trains on one batch and returns at once; the device works on.
 
@@ -282,6 +283,7 @@ class Learner:
         'Lower config.learner.learning_rate, or look for NaN in the weights and rewards.'
       )
 
+  @multihost.naming_who_is_gone()
   def score(self, groups: Sequence[Group]) -> tuple[tuple[np.ndarray, ...], ...]:
     """Log-probs of the trained tokens under the current weights.
 

@@ -1,11 +1,14 @@
 """One learner in several processes: each is given the same batches and puts its own devices' rows on them.
 
-Not for rollout or the run around the learner. Invariant: no process waits for another without a deadline, but inside a
-collective, which ends when the other's connection does or `start`'s deadline has passed.
+Not for rollout or the run around the learner. Invariant: no process waits for another without a deadline; inside a
+collective it is that of the signs of life (peer_watch.py).
 """
 
+import atexit
+import contextlib
 import hashlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,8 +18,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from rlax_stack.errors import FleetError
+from rlax_stack.learner.peer_watch import PeerWatch
 
 _meetings = itertools.count()
+_watches: list[PeerWatch] = []  # of the one job that this process is in, if any
 
 
 def start(address: str, *, processes: int, index: int, deadline_s: int = 300) -> None:
@@ -26,7 +31,7 @@ def start(address: str, *, processes: int, index: int, deadline_s: int = 300) ->
     address: host:port of process 0, which keeps the job together.
     processes: of the job.
     index: of this process, from 0.
-    deadline_s: for the others to come, for a dead one to be noticed, and for all to leave.
+    deadline_s: for the others to come, for a dead one to be noticed and named, and for all to leave.
 
   Raises:
     FleetError: the job does not come together in time.
@@ -38,7 +43,7 @@ def start(address: str, *, processes: int, index: int, deadline_s: int = 300) ->
       processes,
       index,
       initialization_timeout=deadline_s,
-      heartbeat_timeout_seconds=deadline_s,
+      heartbeat_timeout_seconds=3 * deadline_s,  # JAX says less than the watch: that comes first
       shutdown_timeout_seconds=deadline_s,
     )
   except RuntimeError as error:
@@ -46,6 +51,27 @@ def start(address: str, *, processes: int, index: int, deadline_s: int = 300) ->
       f'process {index} of {processes} did not find the others at {address} within {deadline_s} s: {error}. Check that '
       'all are started with this address, which is that of process 0.'
     ) from error
+  client = distributed.global_state.client
+  watch = PeerWatch(client, processes=processes, index=index, deadline_s=deadline_s)
+  atexit.register(watch.stop)
+  watch.start()
+  _watches.append(watch)
+
+
+@contextlib.contextmanager
+def naming_who_is_gone() -> Iterator[None]:
+  """Around what runs collectives: one that fails because a process is gone fails with its name.
+
+  Raises:
+    FleetError: in the place of the device's error, where a process gave no sign of life for `start`'s deadline.
+  """
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    for watch in _watches:
+      if watch.wait_for_gone():
+        raise FleetError(f'{watch.message()} ({_first_line(error)})') from error
+    raise
 
 
 def place(tree: Any, shardings: Any) -> Any:

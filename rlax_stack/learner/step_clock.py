@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from rlax_stack.learner import multihost
+
 
 class StepClock:
   """Times the parts of one batch; starts when it is made.
@@ -66,6 +68,7 @@ class StepMetrics:
     """
     return self._clock.seconds()
 
+  @multihost.naming_who_is_gone()
   def result(self) -> dict[str, float]:
     """All metrics as Python floats; blocks until the step is done."""
     self._clock.seconds()

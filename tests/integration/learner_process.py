@@ -131,6 +131,18 @@ def _refusal(act):
   return {'error': '', 'after_s': time.monotonic() - begun}
 
 
+def _die_in_a_step(learner, groups):
+  """Comes to the meeting before the step, so that the other process enters it, and is killed."""
+  meet = multihost.meet
+
+  def meet_and_die(*args, **named):
+    meet(*args, **named)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+  multihost.meet = meet_and_die
+  learner.train(groups)
+
+
 def main(folder, who, address=''):
   """Writes what it saw to FOLDER/WHO.json; process 1 of two then kills itself."""
   if who != 'alone':
@@ -142,13 +154,16 @@ def main(folder, who, address=''):
     report['restored'] = _restored(learner, folder)
     other = groups if who == '0' else groups[::-1]
     report['other_batch'] = _refusal(lambda: learner.train(other))
+    if who == '1':
+      time.sleep(DEADLINE_S + 1)
+    report['late'] = _refusal(lambda: learner.train(groups))
   path = folder / f'{who}.json'
-  if who == '1':
-    path.write_text(json.dumps(report))
-    os.kill(os.getpid(), signal.SIGKILL)
-  if who == '0':
-    report['alone'] = _refusal(lambda: learner.train(groups))
   path.write_text(json.dumps(report))
+  if who == '1':
+    _die_in_a_step(learner, groups)
+  if who == '0':
+    report['alone'] = _refusal(lambda: learner.train(groups).result())
+    path.write_text(json.dumps(report))
 
 
 if __name__ == '__main__':

@@ -45,6 +45,37 @@ def test_make_mesh_shows_its_arithmetic():
     sharding.MeshShape(tensor=0)
 
 
+class _Chip:
+  """A chip of a 2 x 2 slice, or a GPU of a node, as far as a mesh looks at it."""
+
+  def __init__(self, number, platform='tpu'):
+    self.id, self.process_index = number, number // 4
+    self.slice_index = number // 4
+    self.coords, self.core_on_chip = (number % 2, number // 2 % 2, 0), 0
+    self.platform, self.device_kind = platform, 'TPU v5' if platform == 'tpu' else 'H100'
+
+
+@pytest.mark.parametrize('platform', ['tpu', 'gpu'])
+@pytest.mark.parametrize('sizes', [(2, 4, 1, 1, 1), (4, 1, 2, 1, 1), (2, 2, 1, 2, 1)])
+def test_data_alone_runs_over_slices(platform, sizes):
+  # Slices mixed among each other: where a device stands in the list says nothing.
+  chips = [_Chip(i, platform) for i in (0, 4, 5, 1, 2, 6, 7, 3)]
+  devices = sharding.make_mesh(dict(zip(sharding.MESH_AXES, sizes, strict=True)), chips).devices
+  assert devices.shape == sizes
+  for place, chip in np.ndenumerate(devices):
+    assert chip.slice_index == place[0] * 2 // sizes[0]
+  assert {chip.id for chip in devices.flat} == set(range(8))
+
+
+def test_slices_that_data_does_not_divide_over():
+  with pytest.raises(ConfigError, match=r'2 TPU slices \(4 \+ 4\), and data 1 .* multiple of 2'):
+    sharding.make_mesh({'fsdp': 8}, [_Chip(i) for i in range(8)])
+  with pytest.raises(ConfigError, match=r'2 TPU slices \(4 \+ 2\), and data 2 .*of one size'):
+    sharding.make_mesh({'data': 2, 'fsdp': 3}, [_Chip(i) for i in range(6)])
+  nodes = sharding.make_mesh({'fsdp': 8}, [_Chip(i, 'gpu') for i in (4, 0, 5, 1, 6, 2, 7, 3)])
+  assert [gpu.id for gpu in nodes.devices.flat] == list(range(8))
+
+
 def test_spec_for_maps_names():
   rules = sharding.DEFAULT_RULES
   assert rules.spec_for(('layers', 'heads', 'embed')) == P(None, 'tensor', 'fsdp')

@@ -86,6 +86,7 @@ def test_scores_are_those_of_merged_weights_and_the_anchor_is_the_base(
   )
 
 
+@pytest.mark.slow
 def test_eight_devices_train_as_one_does(make, make_groups):
   adapter = dataclasses.replace(SETTINGS, kind='dora', base='int4')
   alone, spread = make(adapter), make(adapter, mesh={'data': 2, 'fsdp': 2, 'tensor': 2})
@@ -139,6 +140,7 @@ def test_a_critic_on_the_policy_and_averaged_weights_go_with_an_adapter(
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, want)
 
 
+@pytest.mark.slow
 def test_gradient_norms_are_those_of_the_adapter(make, tiny, settings, make_groups):
   learner, groups = make(), make_groups(sizes=(2,), prompt_lengths=(3,))
   forward = dataclasses.replace(settings.forward, adapter=SETTINGS)

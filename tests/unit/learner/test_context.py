@@ -90,6 +90,7 @@ def _assert_same(got, want):
     np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5 * np.abs(b).max() + 1e-9)
 
 
+@pytest.mark.slow
 def test_no_device_gathers_keys_or_hidden_states(tiny, tiny_params, groups):
   rows, mesh = _pack(groups), _mesh(context=4)
   args = _placed(tiny_params, rows, mesh)
@@ -106,6 +107,7 @@ def test_no_device_gathers_keys_or_hidden_states(tiny, tiny_params, groups):
     assert np.prod([int(n) for n in shape.split(',') if n]) <= most, (shape, kind)
 
 
+@pytest.mark.slow
 def test_experts_and_kept_sets_over_context(tiny, groups):
   config = dataclasses.replace(tiny, num_experts=4, experts_per_token=2, moe_intermediate_size=16)
   rng, mesh = np.random.default_rng(1), _mesh(expert=2, context=2)

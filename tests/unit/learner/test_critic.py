@@ -236,6 +236,7 @@ def test_a_non_finite_further_update_of_the_critic_is_skipped_too(make_critic_le
   _assert_equal((learner.params, learner.state.critic), before)
 
 
+@pytest.mark.slow
 def test_targets_of_a_batch_are_those_of_its_start(make_critic_learner, groups):
   """With several updates per batch the values, and so advantages and targets, are scored once."""
   found = {}

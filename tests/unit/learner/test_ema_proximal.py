@@ -69,6 +69,7 @@ def test_proximal_scores_are_those_of_the_averaged_weights(mesh, make_learner, m
   assert float(learner.state.average['weight']) == pytest.approx((_DECAY ** np.arange(5)).sum())
 
 
+@pytest.mark.slow
 def test_average_is_scored_before_every_update_of_a_batch(make_learner, make_groups):
   """Decay 0 makes the average the current weights: the ratio stays 1 in the second update too."""
   groups = make_groups()

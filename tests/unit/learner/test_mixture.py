@@ -105,6 +105,7 @@ def _router_by_hand(groups, separate, config):
   return load, aux, (np.log(np.exp(logits).sum(-1)) ** 2).mean(), -(p * np.log(p)).sum(-1).mean()
 
 
+@pytest.mark.slow
 def test_router_loss_and_metrics_are_those_of_the_different_tokens(
   learner, groups, separate, mixture
 ):
@@ -137,9 +138,9 @@ def test_router_loss_and_metrics_are_those_of_the_different_tokens(
 @pytest.mark.parametrize(
   'mesh',
   [
-    {'data': 2, 'fsdp': 2, 'tensor': 2},
-    {'expert': 4},
-    {'data': 2, 'tensor': 2, 'expert': 2},
+    pytest.param({'data': 2, 'fsdp': 2, 'tensor': 2}, marks=pytest.mark.slow),
+    pytest.param({'expert': 4}, marks=pytest.mark.slow),
+    pytest.param({'data': 2, 'tensor': 2, 'expert': 2}, marks=pytest.mark.slow),
     {'fsdp': 4, 'expert': 2},
   ],
 )

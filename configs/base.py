@@ -111,6 +111,8 @@ def get_config():
   config.learner.router_aux_coef = 0.0  # experts: load balance; costs one more forward pass
   config.learner.router_z_coef = 0.0  # experts: mean squared log-sum-exp of router logits
   config.learner.teacher = ''  # a model to distil from, a path as config.model.path has it
+  config.learner.teacher_context = ''  # what it reads as the last turn, of {prompt} and {answer}
+  config.learner.teacher_context_tokens = 0  # at most; 0: twice rollout.max_prompt_tokens
   config.learner.adapter = ConfigDict()  # a few numbers trained beside frozen weights
   config.learner.adapter.kind = 'none'  # none | lora | rslora | dora | miss; docs/adapters.md
   config.learner.adapter.rank = 16  # of the change of a kernel

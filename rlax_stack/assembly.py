@@ -28,7 +28,7 @@ from rlax_stack.models.load import LoadedModel, load_model
 from rlax_stack.models.remat import check_offload
 from rlax_stack.objective_rules import resolve_objective
 from rlax_stack.objectives.router import RouterLoss
-from rlax_stack.other_models import load_teacher
+from rlax_stack.other_models import load_teacher, make_other_context
 from rlax_stack.pallas_kernels import dispatch
 from rlax_stack.pallas_kernels.decode_work import rows_per_read
 from rlax_stack.pallas_kernels.self_test import check_kernels
@@ -44,6 +44,7 @@ from rlax_stack.rollout.trajectory import scored, text_places
 from rlax_stack.rollout.worker import RolloutWorker
 from rlax_stack.sharding import make_mesh, row_shards
 from rlax_stack.sources import eval_sampling, make_sources, train_sampling
+from rlax_stack.teacher_context import teacher_prompt
 from rlax_stack.types import Group, Prompt
 
 _PROBES = (
@@ -108,6 +109,8 @@ def load_checked_model(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]
   limit = config.rollout.max_prompt_tokens
   for name, source in prompts.items():
     for prompt in source:
+      if name == 'train' and config.learner.teacher_context:
+        teacher_prompt(config, model.tokenizer, prompt)
       length = len(model.tokenizer.encode_chat(prompt.messages))
       if length > limit:
         raise PromptTooLongError(
@@ -187,7 +190,8 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
   dtype = resolve_compute_dtype(config.model.compute_dtype)
   check_offload(section.remat, mesh.devices.flat[0])
   settings, teacher = learner_settings(config, dtype), load_teacher(config, model)
-  return Learner(model.config, model.params, settings, mesh, teacher=teacher)
+  other = make_other_context(config, model)
+  return Learner(model.config, model.params, settings, mesh, teacher=teacher, other_context=other)
 
 
 def learner_settings(config: RunConfig, compute_dtype: Any) -> LearnerSettings:

@@ -157,6 +157,8 @@ class LearnerSection:
   router_aux_coef: float
   router_z_coef: float
   teacher: str
+  teacher_context: str
+  teacher_context_tokens: int
   adapter: AdapterSection
   mesh: MeshSection
 

@@ -9,6 +9,7 @@ from rlax_stack.config import RunConfig
 from rlax_stack.objectives.objective import Objective, resolve
 from rlax_stack.rewards.verifiers import STEP_VERIFIERS
 from rlax_stack.rollout.strategies import make_strategy, trains_on_the_past
+from rlax_stack.teacher_context import template_problems
 
 
 def resolve_objective(config: RunConfig) -> Objective:
@@ -68,16 +69,20 @@ def objective_problems(config: RunConfig) -> Iterator[str]:
       f'{", ".join(sorted(verifiers))}. Add one that gives them: {", ".join(sorted(STEP_VERIFIERS))}.'
     )
   asking = [bound.name for bound in objective.boxes if 'teacher' in bound.box.tags]
-  if asking and not config.learner.teacher:
+  learner = config.learner
+  if asking and not (learner.teacher or learner.teacher_context):
     yield (
       f'{asking[0]} of config.objective compares with a teacher, but config.learner.teacher names none. Set it to the '
-      'path of a model with the same tokens.'
+      'path of a model with the same tokens, or set config.learner.teacher_context for the policy to teach itself.'
     )
-  if config.learner.teacher and not asking:
+  if learner.teacher_context:
+    yield from template_problems(learner.teacher_context)
+  given = next((n for n in ('teacher', 'teacher_context') if getattr(learner, n)), '')
+  if given and not asking:
     yield (
-      f'config.learner.teacher={config.learner.teacher} is scored for boxes that compare with it, and config.objective '
-      "has none. Add config.objective.regularisers=('kl_teacher(coef=1.0)',) or config.objective.advantage=teacher, or "
-      'leave it empty.'
+      f'config.learner.{given}={getattr(learner, given)} is scored for boxes that compare with it, and '
+      "config.objective has none. Add config.objective.regularisers=('kl_teacher(coef=1.0)',) or "
+      'config.objective.advantage=teacher, or leave it empty.'
     )
   critic = objective.critic_settings
   updates = config.steps * config.learner.updates_per_batch

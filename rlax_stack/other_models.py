@@ -2,14 +2,19 @@
 
 import numpy as np
 
-from rlax_stack.config import RunConfig
+from rlax_stack.config import RunConfig, to_plain
 from rlax_stack.errors import ConfigError
 from rlax_stack.learner.checkpoint import load_checkpoint_critic
 from rlax_stack.learner.joint_learner import JointLearner
 from rlax_stack.learner.learner import Learner
+from rlax_stack.learner.other_context import OtherContext
+from rlax_stack.learner.row_plan import plan_rows
 from rlax_stack.learner.teacher import Teacher, check_teacher
 from rlax_stack.models.load import LoadedModel, load_model
 from rlax_stack.objective_rules import resolve_objective
+from rlax_stack.rollout.strategies import make_strategy
+from rlax_stack.sharding import row_shards
+from rlax_stack.teacher_context import context_limit, teacher_prompt
 
 _PROBES = ('Solve 12 + 7.', 'def f(x): return x ** 2', 'naïve café 数学')  # read alike by both
 
@@ -33,6 +38,34 @@ def load_teacher(config: RunConfig, policy: LoadedModel) -> Teacher | None:
         'of the same family.'
       )
   return Teacher(model.config, model.params)
+
+
+def make_other_context(config: RunConfig, model: LoadedModel) -> OtherContext | None:
+  """How samples get behind what config.learner.teacher_context makes of their prompts; None where it is empty."""
+  if not config.learner.teacher_context:
+    return None
+  section, rollout = config.learner, config.rollout
+  span = make_strategy(rollout.strategy).limits(rollout.max_tokens).span
+  most = context_limit(config)
+  if most + span > model.config.max_context:
+    raise ConfigError(
+      f'config.learner.teacher_context may take {most} tokens, and {span} after them exceed the context of '
+      f'{config.model.path}, {model.config.max_context} tokens. Lower config.learner.teacher_context_tokens.'
+    )
+  rows = plan_rows(
+    groups_per_batch=rollout.groups_per_step,
+    group_size=rollout.group_size,
+    max_prompt_tokens=most,
+    max_tokens=span,
+    micro_batch_tokens=section.micro_batch_tokens,
+    data_parallel=row_shards(to_plain(section.mesh)),
+    context=section.mesh.context,
+  )
+  return OtherContext(
+    lambda group: teacher_prompt(config, model.tokenizer, group.prompt),
+    rows,
+    weigh_places=model.config.num_experts > 0,
+  )
 
 
 def warm_start(config: RunConfig, learner: Learner | JointLearner) -> str:

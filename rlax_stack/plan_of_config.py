@@ -126,6 +126,7 @@ def _report(
   times = cost_model.step_time(train, kind, count)
   scoring = cost_model.step_time(score, kind, count)
   passes = int('anchor' in settings.objective.tags) + int(settings.scores_proximal)
+  passes += int(bool(config.learner.teacher_context) and taught is None)
   teacher_s = cost_model.step_time(taught, kind, count).serial_s if taught else 0.0
   step_s = settings.updates_per_batch * times.serial_s + passes * scoring.serial_s + teacher_s
   needed = _needed_flops(config, model) * settings.updates_per_batch

@@ -23,6 +23,7 @@ from rlax_stack.learner.adapter_identity import identity_of
 from rlax_stack.learner.directions import averaged_weights, schedule_free_state
 from rlax_stack.learner.group_parts import of_trained_tokens, without
 from rlax_stack.learner.optimizer import make_optimizer
+from rlax_stack.learner.other_context import OtherContext
 from rlax_stack.learner.prepared import PreparedBatch
 from rlax_stack.learner.scoring import make_proximal_score, make_score, rows_sharding
 from rlax_stack.learner.settings import ANCHORED, LearnerSettings, check_mixture
@@ -52,6 +53,7 @@ class Learner:
     mesh: from `sharding.make_mesh`. Over the devices of several processes (`multihost.start`) each of them makes a
       learner of equal arguments and gives it the same groups.
     teacher: scored where the objective asks for it, see learner/teacher.py.
+    other_context: what the teacher, or without one the policy itself, scores the samples in instead of their own.
   """
 
   def __init__(
@@ -62,6 +64,7 @@ class Learner:
     mesh: Mesh,
     *,
     teacher: Teacher | None = None,
+    other_context: OtherContext | None = None,
   ):
     check_mixture(config, settings.router, mesh)
     self._config, self._settings, self._mesh = config, settings, mesh
@@ -89,7 +92,7 @@ class Learner:
       self._averaged,
     )
     self._host_state = self._objective.init_host_state()
-    self._version = 0
+    self._version, self._other_context = 0, other_context
     self._score_proximal = settings.scores_proximal
     self._step = make_train_step(
       config,
@@ -102,7 +105,9 @@ class Learner:
     )
     self._score = make_score(config, mesh, settings.forward)
     self._proximal = make_proximal_score(config, mesh, settings.forward, self._objective)
-    self._teacher_score = make_teacher_score(teacher, config, settings, mesh)
+    self._teacher_score = make_teacher_score(
+      teacher, config, settings, mesh, needed=other_context is None
+    )
     if self._critic is not None:
       self._score_values = critics.make_value_score(config, mesh, settings.forward, self._critic)
     self._capacity = settings.rows.max_micro_batches
@@ -221,8 +226,8 @@ class Learner:
       scores = self._score(self._anchor, bare, num_micro, *self._frozen)
       clock.dispatched('log_probs', scores)
       batch = batch._replace(anchor_log_probs_t=scores)
-    if self._teacher_score is not None:
-      scores = self._teacher_score(batch, num_micro)
+    if 'teacher' in self._objective.tags:
+      scores = self._taught(prepared)
       clock.dispatched('log_probs', scores)
       batch = batch._replace(teacher_log_probs_t=scores)
     if self._critic is not None:
@@ -245,6 +250,15 @@ class Learner:
     self._last = StepMetrics(scalars, {k: float(v) for k, v in stats.items()}, clock)
     return self._last
 
+  def _taught(self, prepared: PreparedBatch) -> jax.Array:
+    """Scores of the teacher, or of the policy as its own, where it has a context of its own or in the samples'."""
+    score, other = self._teacher_score, prepared.other
+    if score is None:
+      score = lambda *rows: self._score(self._state.params, *rows, *self._frozen)  # noqa: E731
+    if other is None:
+      return score(prepared.batch, prepared.num_micro)
+    return other.in_place(score(other.batch, other.num_micro))
+
   def prepare(self, groups: Sequence[Group]) -> bool:
     """Packs a batch that is likely to be the next one and copies it, while the devices are at work on the last.
 
@@ -259,8 +273,10 @@ class Learner:
 
   def _prepare(self, groups: Sequence[Group], clock: StepClock | None = None) -> PreparedBatch:
     packed, host_state = self._pack_to_train(groups, clock)
-    stats = packing.packing_stats(packed) | {'pairs_per_layer': self._pairs_per_layer(packed)}
+    stats = packing.packing_stats(packed)
+    stats |= {'pairs_per_layer': packing.pairs_per_layer(packed, self._config)}
     batch, num_micro = self._place(packed)
+    other = self._other_context
     return PreparedBatch(
       groups=tuple(groups),
       state_before=self._host_state,
@@ -269,6 +285,7 @@ class Learner:
       digest=multihost.digest(packed),
       batch=batch,
       num_micro=num_micro,
+      other=other and other.rows_of(groups, packed, batch.mask_t.shape, self._mesh),
     )
 
   def check_finite(self) -> None:
@@ -312,15 +329,6 @@ class Learner:
         index += 1
       result.append(tuple(of_group))
     return tuple(result)
-
-  def _pairs_per_layer(self, packed: PackedBatch) -> float:
-    """Pairs of tokens that see each other, mean over layers."""
-    window, layers = self._config.sliding_window, self._config.num_layers
-    if window is None:
-      return packing.seen_pairs(packed)
-    whole = len(self._config.global_layers) / layers
-    near = packing.seen_pairs(packed, window)
-    return whole * packing.seen_pairs(packed) + (1 - whole) * near
 
   def _pack_to_train(
     self, groups: Sequence[Group], clock: StepClock | None = None

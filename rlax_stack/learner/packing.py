@@ -22,6 +22,7 @@ from rlax_stack.errors import ConfigError, DataError
 from rlax_stack.learner.branches import Branch, make_branch
 from rlax_stack.learner.place_weights import PlacedTrie, place_weights
 from rlax_stack.learner.tries import TrieLayout, lay_out
+from rlax_stack.models.config import ModelConfig
 from rlax_stack.types import Group, PackedBatch
 
 # For each group one entry per trajectory: a number, or an array with a value per trained token.
@@ -111,6 +112,14 @@ def pack_separate(
   """`pack_groups` with one trajectory a row: nothing shared, the layout to compare with."""
   tries = _make_tries(groups, advantages, rewards, separate=True, bootstrap=bootstrap)
   return _pack(groups, tries, row_shapes, rows_multiple, separate=True, weigh_places=weigh_places)
+
+
+def pairs_per_layer(batch: PackedBatch, config: ModelConfig) -> float:
+  """Pairs of tokens that see each other, mean over the layers of a model."""
+  if config.sliding_window is None:
+    return seen_pairs(batch)
+  whole = len(config.global_layers) / config.num_layers
+  return whole * seen_pairs(batch) + (1 - whole) * seen_pairs(batch, config.sliding_window)
 
 
 def pad_rows(batch: PackedBatch, num_rows: int) -> PackedBatch:

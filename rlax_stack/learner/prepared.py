@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from rlax_stack.learner.other_context import OtherRows
 from rlax_stack.types import Group, PackedBatch
 
 
@@ -19,6 +20,7 @@ class PreparedBatch(NamedTuple):
   digest: str  # of the packed rows, see multihost.digest
   batch: PackedBatch  # [M, rows, ...] on the mesh
   num_micro: jax.Array
+  other: OtherRows | None = None  # the same samples behind other prompts
 
   def is_of(self, groups: Sequence[Group], host_state: dict[str, Any]) -> bool:
     """Whether it is what these very groups give after that state."""

@@ -52,7 +52,12 @@ def _placed(teacher: Teacher, settings: ForwardSettings, mesh: Mesh) -> Any:
 
 
 def make_teacher_score(
-  teacher: Teacher | None, policy: ModelConfig, settings: LearnerSettings, mesh: Mesh
+  teacher: Teacher | None,
+  policy: ModelConfig,
+  settings: LearnerSettings,
+  mesh: Mesh,
+  *,
+  needed: bool = True,
 ) -> Callable[[PackedBatch, jax.Array], jax.Array] | None:
   """Scoring under the teacher.
 
@@ -61,14 +66,17 @@ def make_teacher_score(
     policy: shape of the model that is trained.
     settings: temperature and kernels of the policy's forward pass are the teacher's too.
     mesh: where the rows live.
+    needed: False where the policy may be its own teacher.
 
   Returns: function (batch [M, rows, ...], num_micro int32 scalar) -> float32 [M, rows, N], 0 where masked; None where
-    no box of the objective reads that.
+    no box of the objective reads that, or there is no teacher.
 
   Raises:
     ConfigError: no teacher, or one of another vocabulary.
   """
   if 'teacher' not in settings.objective.tags:
+    return None
+  if teacher is None and not needed:
     return None
   if teacher is None:
     raise ConfigError('the objective compares with a teacher. Set config.learner.teacher.')

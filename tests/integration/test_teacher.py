@@ -8,7 +8,7 @@ import pytest
 
 from rlax_stack import assembly, command_line
 from rlax_stack.errors import ConfigError
-from rlax_stack.other_models import load_teacher
+from rlax_stack.other_models import load_teacher, make_other_context
 
 _BOXES = (
   '--config.objective.advantage=teacher',
@@ -26,6 +26,12 @@ def test_a_run_learns_from_a_teacher(launch, toy, tmp_path):
   found = [line['train/kl_teacher'] for line in lines if 'train/kl_teacher' in line]
   # At first the policy is the teacher, whose advantages are no more than what sampler and learner differ by.
   assert len(found) == 2 and abs(found[0]) < 1e-6 and np.isfinite(found[1])
+  context = '--config.learner.teacher_context={prompt} {answer}'
+  alone = launch(*_BOXES, context, '--config.steps=1', '--config.name=alone')
+  assert alone.returncode == 0, alone.stdout
+  lines = (tmp_path / 'alone' / 'metrics.jsonl').read_text().splitlines()
+  (first,) = (value for line in lines if (value := json.loads(line).get('train/kl_teacher')))
+  assert first > 1e-4  # told the answer, the same weights say something else
   refused = launch(*_BOXES)
   assert refused.returncode == 2
   assert 'compares with a teacher, but config.learner.teacher names none' in refused.stdout
@@ -38,7 +44,12 @@ def test_a_teacher_of_other_tokens_is_refused(toy_arguments):
   taught = dataclasses.replace(config, learner=learner)
   found = load_teacher(taught, model)
   assert found is not None and found.config == model.config
-  assert load_teacher(config, model) is None
+  assert load_teacher(config, model) is None and make_other_context(config, model) is None
+  learner = dataclasses.replace(
+    config.learner, teacher_context='{prompt}', teacher_context_tokens=model.config.max_context
+  )
+  with pytest.raises(ConfigError, match='tokens, and 2 after them exceed the context of'):
+    make_other_context(dataclasses.replace(config, learner=learner), model)
 
   class OneMore:
     def encode(self, text):

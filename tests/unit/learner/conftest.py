@@ -104,9 +104,9 @@ def settings():
 
 @pytest.fixture(scope='session')
 def make_learner(tiny, tiny_params, settings):
-  """Function (mesh sizes, teacher, replaced LearnerSettings fields) -> a fresh Learner."""
+  """Function (mesh sizes, teacher, other context, replaced LearnerSettings fields) -> a fresh Learner."""
 
-  def make(mesh=None, params=None, config=tiny, teacher=None, **replace):
+  def make(mesh=None, params=None, config=tiny, teacher=None, other_context=None, **replace):
     sizes = mesh or {}
     count = int(np.prod(list(sizes.values()) or [1]))
     return Learner(
@@ -115,6 +115,7 @@ def make_learner(tiny, tiny_params, settings):
       dataclasses.replace(settings, **replace),
       make_mesh(sizes, jax.devices()[:count]),
       teacher=teacher,
+      other_context=other_context,
     )
 
   return make

@@ -14,6 +14,7 @@ from rlax_stack.errors import ConfigError, DataError
 from rlax_stack.learner import packing
 from rlax_stack.learner.branches import NOWHERE, PROMPT_END, make_branch
 from rlax_stack.learner.packing import RowShape
+from rlax_stack.models.shapes import SHAPES
 from rlax_stack.types import FinishReason, Group, Prompt, Source, Trajectory
 
 
@@ -160,6 +161,11 @@ def test_pairs_that_see_each_other_are_counted(window):
         near = window is None or batch.positions[row, i] - batch.positions[row, j] < window
         want += near and i < batch.subtree_end[row, j] and in_use[row, i]
   assert packing.seen_pairs(batch, window) == want > 0
+  model = dataclasses.replace(SHAPES['smollm2_135m'], num_layers=4, sliding_window=window)
+  whole = packing.seen_pairs(batch)
+  mixed = dataclasses.replace(model, global_layers=(1,)) if window else model
+  mean = 0.25 * whole + 0.75 * want if window else whole
+  assert packing.pairs_per_layer(batch, mixed) == mean
 
 
 def test_several_groups_share_a_row_largest_first():

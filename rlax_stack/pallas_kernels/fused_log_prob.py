@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from rlax_stack.pallas_kernels import dispatch, fused_log_prob_tpu
 from rlax_stack.sharding import DEFAULT_RULES, row_shards
@@ -23,7 +23,6 @@ from rlax_stack.sharding import DEFAULT_RULES, row_shards
 _CHUNK = 2048  # vocabulary entries per tile
 _TILE_ELEMENTS = 2**24  # of a device; 64 MiB of float32
 _ABSENT = -1e30  # logit of an entry that only pads the vocabulary
-_SPLIT = 'fsdp'  # mesh axis of the head's width, over which rows are split too
 
 
 class FusedLogProb(NamedTuple):
@@ -50,6 +49,7 @@ class _Spec(NamedTuple):
   soft_cap: float | None
   tpu: fused_log_prob_tpu.TpuSpec | None  # None: plain XLA
   mesh: Mesh | None
+  head: tuple[str | None, str | None] = (None, None)  # mesh axes of the head's entries and width
 
 
 class _Rows(NamedTuple):
@@ -114,10 +114,10 @@ def fused_log_prob(
   temperature = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (count,))
   tpu = _tpu_spec(implementation, mesh)
   mesh = None if mesh is None or mesh.size == 1 else mesh
-  parts = 1 if mesh is None else mesh.shape['tensor']
+  axes = (None, None) if mesh is None else _head_axes(mesh, *head.shape)
+  parts = 1 if mesh is None or axes[0] is None else mesh.shape[axes[0]]
   chunk = chunk_size or _chunk(_TILE_ELEMENTS * _shards(mesh) // count)
-  chunk = min(chunk, vocab // parts)
-  spec = _Spec(chunk, soft_cap, tpu, mesh)
+  spec = _Spec(min(chunk, vocab // parts), soft_cap, tpu, mesh, axes)
   rows = _Rows(hidden, targets, temperature)
   out = _score(spec, rows, head)
   if top_k:
@@ -126,6 +126,14 @@ def fused_log_prob(
   if mask is not None:
     out = jax.tree.map(lambda x: jnp.where(mask if x.ndim == 1 else mask[:, None], x, 0), out)
   return out
+
+
+def _head_axes(mesh: Mesh, vocab: int, width: int) -> tuple[str | None, str | None]:
+  """Mesh axes that entries and width are split over; None where one does not divide, or has one device."""
+  sides = zip(('vocab', 'embed'), (vocab, width), strict=True)
+  (entries, features) = ((*DEFAULT_RULES.mesh_axes(name), size) for name, size in sides)
+  found = [axis if size % mesh.shape[axis] == 0 else None for axis, size in (entries, features)]
+  return found[0], found[1]
 
 
 def _shards(mesh: Mesh | None) -> int:
@@ -188,13 +196,17 @@ def _everywhere(function, spec, rows, head, *rest, d_head=False):
   if spec.mesh is None:
     return function(spec, rows, _Head(head.astype(rows.hidden.dtype), jnp.int32(0)), *rest)
 
-  def part(rows, head, *rest):
-    whole = lax.all_gather(head.astype(rows.hidden.dtype), _SPLIT, axis=1, tiled=True)
-    first = lax.axis_index('tensor').astype(jnp.int32) * head.shape[0]
-    return function(spec, rows, _Head(whole, first), *rest)
+  entries, width = spec.head
 
-  rules = DEFAULT_RULES
-  of_rows, of_head = rules.spec_for(('row_parts',)), rules.spec_for(('vocab', 'embed'))
+  def part(rows, head, *rest):
+    head, first = head.astype(rows.hidden.dtype), jnp.int32(0)
+    if width is not None:
+      head = lax.all_gather(head, width, axis=1, tiled=True)
+    if entries is not None:
+      first = lax.axis_index(entries).astype(jnp.int32) * head.shape[0]
+    return function(spec, rows, _Head(head, first), *rest)
+
+  of_rows, of_head = DEFAULT_RULES.spec_for(('row_parts',)), PartitionSpec(entries, width)
   return jax.shard_map(
     part,
     mesh=spec.mesh,
@@ -276,7 +288,8 @@ def _state_xla(spec, rows, head):
 
 
 def _split_vocabulary(spec) -> bool:
-  return spec.mesh is not None and spec.mesh.shape['tensor'] > 1
+  entries = spec.head[0]
+  return entries is not None and spec.mesh.shape[entries] > 1
 
 
 def _joined(state):
@@ -349,18 +362,22 @@ def _gradient(spec, rows, head, out, scaled):
     d_logits = d_logits.astype(rows.hidden.dtype)
     d_hidden += jnp.einsum('nc,cd->nd', d_logits, tile.block, preferred_element_type=jnp.float32)
     d_block = jnp.einsum('nc,nd->cd', d_logits, rows.hidden, preferred_element_type=jnp.float32)
-    if spec.mesh is not None:
-      d_block = lax.psum_scatter(d_block, _SPLIT, scatter_dimension=1, tiled=True)
+    if split is not None:
+      d_block = lax.psum_scatter(d_block, split, scatter_dimension=1, tiled=True)
     start = _start(spec, step, head)
     return d_hidden, lax.dynamic_update_slice_in_dim(d_head, d_block, start, axis=0)
 
+  split = spec.head[1]
   steps, (vocab, width) = _steps(spec, head), head.entries.shape
-  width = width if spec.mesh is None else width // spec.mesh.shape[_SPLIT]
+  if split is not None:
+    width //= spec.mesh.shape[split]
   start = (jnp.zeros(rows.hidden.shape, jnp.float32), jnp.zeros((vocab, width), jnp.float32))
   d_hidden, d_head = lax.fori_loop(0, steps, visit, start)
   if spec.mesh is not None:
-    others = [axis for axis in DEFAULT_RULES.mesh_axes('row_parts') if axis != _SPLIT]
-    d_head, d_hidden = lax.psum(d_head, others), lax.psum(d_hidden, 'tensor')
+    others = [axis for axis in DEFAULT_RULES.mesh_axes('row_parts') if axis != split]
+    d_head = lax.psum(d_head, others)
+  if _split_vocabulary(spec):
+    d_hidden = lax.psum(d_hidden, spec.head[0])
   return d_hidden, d_head
 
 

@@ -222,3 +222,21 @@ def test_bad_arguments_are_refused():
   for words, args, kwargs in refused:
     with pytest.raises(ValueError, match=words):
       fused_log_prob(*args, **kwargs)
+
+
+@pytest.mark.parametrize(('vocab', 'width'), [(67, 16), (68, 15), (67, 15)])
+def test_heads_that_do_not_divide_over_a_mesh_are_whole_on_every_device(vocab, width):
+  mesh = sharding.make_mesh({'fsdp': 2, 'tensor': 2, 'data': 2}, jax.devices()[:8])
+  hidden, head, targets = _inputs(count=16, width=width, vocab=vocab)
+
+  def both(hidden, head, mesh=None):
+    out, pull = jax.vjp(lambda *x: fused_log_prob(*x, targets, mesh=mesh, top_k=2), hidden, head)
+    ones = jax.tree.map(lambda x: jnp.full_like(x, 0.3), out[:3])
+    zeros = jax.tree.map(
+      lambda x: np.zeros(x.shape, jax.dtypes.float0 if x.dtype == jnp.int32 else x.dtype), out.top
+    )
+    return out, pull(out._replace(**dict(zip(out._fields, ones, strict=False)), top=zeros))
+
+  got = jax.jit(functools.partial(both, mesh=mesh))(hidden, head)
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(both)(hidden, head)), strict=True):
+    np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)

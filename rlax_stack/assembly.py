@@ -190,7 +190,7 @@ def make_learner(config: RunConfig, model: LoadedModel) -> Learner:
   dtype = resolve_compute_dtype(config.model.compute_dtype)
   check_offload(section.remat, mesh.devices.flat[0])
   settings, teacher = learner_settings(config, dtype), load_teacher(config, model)
-  other = make_other_context(config, model)
+  other = make_other_context(config, model, teacher)
   return Learner(model.config, model.params, settings, mesh, teacher=teacher, other_context=other)
 
 

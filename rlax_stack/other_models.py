@@ -24,7 +24,7 @@ def load_teacher(config: RunConfig, policy: LoadedModel) -> Teacher | None:
 
   Raises:
     ModelFileError: see `load_model`.
-    ConfigError: a model whose tokens are not the policy's.
+    ConfigError: a model whose tokens are not the policy's, or that was made for shorter samples.
   """
   path = config.learner.teacher
   if not path:
@@ -37,20 +37,38 @@ def load_teacher(config: RunConfig, policy: LoadedModel) -> Teacher | None:
         f'config.learner.teacher={path} reads {text!r} as other tokens than {config.model.path} does. Take a teacher '
         'of the same family.'
       )
+  longest = min(config.rollout.max_prompt_tokens + _span(config), policy.config.max_context)
+  if model.config.max_context < longest:
+    raise ConfigError(
+      f'samples may have {longest} tokens, more than the context of config.learner.teacher={path}, '
+      f'{model.config.max_context} tokens. Lower config.rollout.max_tokens, or take another teacher.'
+    )
   return Teacher(model.config, model.params)
 
 
-def make_other_context(config: RunConfig, model: LoadedModel) -> OtherContext | None:
-  """How samples get behind what config.learner.teacher_context makes of their prompts; None where it is empty."""
+def _span(config: RunConfig) -> int:
+  """Tokens of a sample after its prompt at most."""
+  return make_strategy(config.rollout.strategy).limits(config.rollout.max_tokens).span
+
+
+def make_other_context(
+  config: RunConfig, model: LoadedModel, teacher: Teacher | None
+) -> OtherContext | None:
+  """How samples get behind what config.learner.teacher_context makes of their prompts; None where it is empty.
+
+  Raises:
+    ConfigError: such samples may exceed the context of who reads them: the teacher, or without one the policy.
+  """
   if not config.learner.teacher_context:
     return None
   section, rollout = config.learner, config.rollout
-  span = make_strategy(rollout.strategy).limits(rollout.max_tokens).span
-  most = context_limit(config)
-  if most + span > model.config.max_context:
+  span, most = _span(config), context_limit(config)
+  reader = model.config if teacher is None else teacher.config
+  if most + span > reader.max_context:
     raise ConfigError(
       f'config.learner.teacher_context may take {most} tokens, and {span} after them exceed the context of '
-      f'{config.model.path}, {model.config.max_context} tokens. Lower config.learner.teacher_context_tokens.'
+      f'{section.teacher or config.model.path}, {reader.max_context} tokens. Lower '
+      'config.learner.teacher_context_tokens.'
     )
   rows = plan_rows(
     groups_per_batch=rollout.groups_per_step,
@@ -64,7 +82,7 @@ def make_other_context(config: RunConfig, model: LoadedModel) -> OtherContext | 
   return OtherContext(
     lambda group: teacher_prompt(config, model.tokenizer, group.prompt),
     rows,
-    weigh_places=model.config.num_experts > 0,
+    weigh_places=reader.num_experts > 0,
   )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from rlax_stack import assembly, command_line
 from rlax_stack.errors import ConfigError
+from rlax_stack.learner.teacher import Teacher
 from rlax_stack.other_models import load_teacher, make_other_context
 
 _BOXES = (
@@ -44,12 +45,22 @@ def test_a_teacher_of_other_tokens_is_refused(toy_arguments):
   taught = dataclasses.replace(config, learner=learner)
   found = load_teacher(taught, model)
   assert found is not None and found.config == model.config
-  assert load_teacher(config, model) is None and make_other_context(config, model) is None
+  assert load_teacher(config, model) is None and make_other_context(config, model, None) is None
   learner = dataclasses.replace(
     config.learner, teacher_context='{prompt}', teacher_context_tokens=model.config.max_context
   )
   with pytest.raises(ConfigError, match='tokens, and 2 after them exceed the context of'):
-    make_other_context(dataclasses.replace(config, learner=learner), model)
+    make_other_context(dataclasses.replace(config, learner=learner), model, None)
+  wide = dataclasses.replace(model.config, max_context=model.config.max_context + 2)
+  far = dataclasses.replace(config, learner=learner)
+  # The policy never reads what its teacher does.
+  assert make_other_context(far, model, Teacher(wide, None)) is not None
+  longer = dataclasses.replace(
+    taught, rollout=dataclasses.replace(config.rollout, max_tokens=model.config.max_context)
+  )
+  roomy = dataclasses.replace(model, config=wide)
+  with pytest.raises(ConfigError, match='samples may have 66 tokens, more than the context .* 64'):
+    load_teacher(longer, roomy)
 
   class OneMore:
     def encode(self, text):

@@ -51,16 +51,22 @@ def test_tasks_that_do_not_fit_are_named():
   config = _config(teacher_context='{prompt} It is {answer}.', teacher_context_tokens=20)
   with pytest.raises(PromptTooLongError, match='p7 has 39 tokens .* more than 20'):
     teacher_prompt(config, _Characters(), _PROMPT)
+  unanswered = dataclasses.replace(_PROMPT, answer='')
   with pytest.raises(DataError, match='p7 has no answer'):
-    teacher_prompt(config, _Characters(), dataclasses.replace(_PROMPT, answer=''))
+    teacher_prompt(config, _Characters(), unanswered)
+  # Doubled braces are no place for the answer.
+  tokens = teacher_prompt(_config(teacher_context='{prompt} {{answer}}'), _Characters(), unanswered)
+  assert bytes(tokens.astype(np.uint8)).endswith(b'6 x 7? {answer}')
 
 
 @pytest.mark.parametrize(
   ('template', 'message'),
   [
-    ('It is {answer}.', r"needs \{prompt\} .* got \['answer'\]"),
-    ('{prompt} {hint}', r"got \['hint', 'prompt'\]"),
-    ('{prompt', 'cannot be read'),
+    ('It is {answer}.', r'has no place for the task. Write \{prompt\}'),
+    ('{prompt} {hint}', "names the field 'hint'. The fields are: answer, prompt"),
+    ('{prompt', 'is no template'),
+    ('{prompt} {answer!s}', r'plain field names in braces only, got \{answer\}'),
+    ('{prompt} {answer:d}', r'plain field names in braces only, got \{answer\}'),
   ],
 )
 def test_templates_that_cannot_be_filled_are_refused(template, message):

@@ -98,3 +98,34 @@ def test_what_cannot_be_moved_is_refused(make_groups, make_learner):
     behind(dataclasses.replace(group, trajectories=parts), _other_prompt(group))
   with pytest.raises(ConfigError, match='Set config.learner.teacher'):
     make_learner(objective=ASKING)
+
+
+def test_places_of_twins_and_of_samples_that_train_nothing(make_learner, make_groups):
+  groups = make_groups()
+  first, *others = groups[0].trajectories
+  twin = dataclasses.replace(first, sample_index=others[0].sample_index)
+  groups = [dataclasses.replace(groups[0], trajectories=(first, twin, *others[1:])), *groups[1:]]
+  moved = [behind(group, _other_prompt(group)) for group in groups]
+  other, _ = make_learner(rows=PLAN)._pack_to_train(moved)
+  silent = dataclasses.replace(others[-1], mask_t=np.zeros_like(others[-1].mask_t))
+  kept = (*groups[0].trajectories[:-1], silent)
+  groups[0] = dataclasses.replace(groups[0], trajectories=kept)
+  packed, _ = make_learner()._pack_to_train(groups)
+  found, theirs = places(packed, other).reshape(-1), other.trajectory_t.reshape(-1)
+  count = {}
+  for place, index in zip(found, packed.trajectory_t.reshape(-1), strict=True):
+    nth = count[index] = count.get(index, -1) + 1
+    assert place == (-1 if index < 0 else np.flatnonzero(theirs == index)[nth])
+
+
+def test_a_restored_policy_teaches_itself_the_same(make_learner, make_groups):
+  groups = make_groups()
+  learner, again = (make_learner(objective=ASKING, other_context=CONTEXT) for _ in range(2))
+  learner.train(groups).result()
+  saved = jax.tree.map(np.asarray, jax.device_get(learner.state))
+  where = jax.tree.map(lambda leaf: leaf.sharding, again.state)
+  again.restore(jax.device_put(saved, where), learner.host_state)
+  for each in (learner, again):
+    each.train(groups).result()
+  for one, two in zip(jax.tree.leaves(learner.params), jax.tree.leaves(again.params), strict=True):
+    np.testing.assert_array_equal(one, two)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.batches import Workload
-from benchmarks.learner_features import FEATURES, ratio_to_plain, scored_groups, settings_with
+from benchmarks.features import FEATURES, ratio_to_plain, scored_groups, settings_with
 from rlax_stack.models import decoder
 from rlax_stack.models.shapes import SHAPES
 

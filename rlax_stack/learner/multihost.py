@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from rlax_stack.errors import FleetError
-from rlax_stack.learner.peer_watch import PeerWatch
+from rlax_stack.learner.peer_watch import PeerWatch, jax_timeout_s
 
 _meetings = itertools.count()
 _watches: list[PeerWatch] = []  # of the one job that this process is in, if any
@@ -43,7 +43,7 @@ def start(address: str, *, processes: int, index: int, deadline_s: int = 300) ->
       processes,
       index,
       initialization_timeout=deadline_s,
-      heartbeat_timeout_seconds=3 * deadline_s,  # JAX says less than the watch: that comes first
+      heartbeat_timeout_seconds=jax_timeout_s(deadline_s),
       shutdown_timeout_seconds=deadline_s,
     )
   except RuntimeError as error:

@@ -4,6 +4,7 @@ A collective whose other half is gone may hang on some devices and fail without 
 batches (multihost.py). Invariant: a process counts as gone only after it gave no sign for the whole deadline.
 """
 
+import math
 import os
 import sys
 import threading
@@ -14,6 +15,17 @@ from typing import Any
 _FOLDER = 'rlax_stack_alive'
 _LEFT = 'left'
 _GRACE_S = 5.0  # for the main thread to fail by itself, with a traceback
+_ROUNDS = 5  # signs in a deadline
+
+
+def jax_timeout_s(deadline_s: int) -> int:
+  """JAX's own heartbeat timeout, which ends no process before a watch of `deadline_s` has named who is gone.
+
+  JAX beats every half timeout, so it may miss a process half a timeout after it died. The watch takes the deadline,
+  three rounds (to see the last sign, to find it old, to find the grace over) and the grace.
+  """
+  slowest_s = deadline_s * (1 + 3 / _ROUNDS) + _GRACE_S
+  return math.ceil(2 * 1.25 * slowest_s)
 
 
 class PeerWatch:
@@ -101,7 +113,7 @@ class PeerWatch:
     return True
 
   def _run(self) -> None:
-    while not self._stopped.wait(self._deadline_s / 5):
+    while not self._stopped.wait(self._deadline_s / _ROUNDS):
       self.look()
 
   def _say(self, word: str) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from rlax_stack.errors import FleetError
 from rlax_stack.learner import multihost
-from rlax_stack.learner.peer_watch import PeerWatch
+from rlax_stack.learner.peer_watch import PeerWatch, jax_timeout_s
 
 
 class _Store:
@@ -51,6 +51,22 @@ def test_a_hung_process_ends_when_another_is_silent(job):
     'process 2 of 3 gave no sign of life for 10 s. Look at its log, then start all processes again'
   )
   assert ended and all(said in message for message in ended)
+
+
+@pytest.mark.parametrize('deadline', [5, 10, 300])
+@pytest.mark.parametrize('phase', [0.0, 0.3, 0.99])
+def test_the_watch_speaks_before_jax_may(deadline, phase):
+  store, time, ended = _Store(), [0.0], []
+  options = {'processes': 2, 'deadline_s': deadline, 'clock': lambda: time[0]}
+  here = PeerWatch(store, index=0, end=lambda _: ended.append(time[0]), **options)
+  there = PeerWatch(store, index=1, **options)
+  there.look()
+  died, interval = time[0], deadline / 5
+  time[0] = phase * interval  # of the round of the one that lives
+  while not ended:
+    here.look()
+    time[0] += interval
+  assert ended[0] - died < jax_timeout_s(deadline) / 2
 
 
 def test_one_that_leaves_in_order_is_not_missed(job):
